@@ -1,0 +1,129 @@
+"""The two records everything else speaks in: a seen attention call, and the statistics of a layer.
+
+Axes: B batch, H query heads, G key heads (H is a multiple of G), Q queries, K keys, D head dimension of query and
+key, V head dimension of the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionCall:
+    """One softmax attention as it was seen: all that passes from capture to the numerics. Tensors are detached.
+
+    Either `query` and `key` are given and the logits are made from them, or `logits` holds what the softmax received
+    (then `query` and `key`, where known, only serve the factors). The shapes are canonical: capture has moved the
+    axes already.
+    """
+
+    query: Tensor | None = None
+    """[B, H, Q, D], as it enters the product."""
+    key: Tensor | None = None
+    """[B, G, K, D], as it enters the product; query head h meets key head h // (H / G)."""
+    value: Tensor | None = None
+    """[B, G, K, V], only needed for gradients without `logits`."""
+    logits: Tensor | None = None
+    """[B, H, Q, K], exactly what the softmax received: scaled, biased, capped, masked entries filled."""
+    masks: tuple[Tensor, ...] = ()
+    """Masks with the semantics of SDPA, each broadcastable to [B, H, Q, K]: of a bool mask True is kept, of a float
+    mask entries <= -9000 are blocked. Without `logits` the other float entries are added to the logits; with
+    `logits` they are in there already."""
+    is_causal: bool = False
+    """Top-left aligned: query i sees key j if j <= i."""
+    scale: float | Tensor = 1.0
+    """Multiplies query . key as they are given: a number, a 0-dim tensor or one value per query head [H]."""
+    query_scale: float | Tensor = 1.0
+    """The part of the scale that `query` contains already; number, 0-dim or [H]."""
+    key_scale: float | Tensor = 1.0
+    """The part of the scale that `key` contains already; number, 0-dim or [H]."""
+    softcap: float | None = None
+    """Without `logits`: scale * q.k becomes softcap * tanh(scale * q.k / softcap), before any float mask is added."""
+    plain: bool = False
+    """With `logits`: they are scale * q.k with nothing added or capped, so that `qk_std` equals `logit_std`."""
+    sinks: Tensor | None = None
+    """[H], one learned logit per head that joins the denominator."""
+    head_dim: int | None = None
+    """D where it is known (always with `query`)."""
+    dropout: bool = False
+    """Dropout on the probabilities inside a fused kernel: gradients are then approximate."""
+
+    @property
+    def shape(self) -> CallShape:
+        """The sizes of the call."""
+        if self.logits is not None:
+            return CallShape(*self.logits.shape)
+        assert self.query is not None and self.key is not None, "a call has either logits or query and key"
+        return CallShape(*self.query.shape[:3], self.key.shape[2])
+
+
+class CallShape(NamedTuple):
+    """Sizes of an attention call."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionStatistics:
+    """Statistics of one attention layer, per head, pooled over all its calls.
+
+    Each statistic of the catalog is a float tensor of shape [H] on the CPU, or `None` where it was not measured: a
+    missing number is never 0. A head without a qualifying row is nan in an otherwise measured tensor.
+
+    Attributes:
+        scale: The effective scale that multiplies q.k, wherever the model applies it, [H].
+        scale_ratio: scale * sqrt(D), 1 for textbook attention, [H].
+        rows: Rows with at least one allowed key, [H].
+        masked_rows: Rows without any allowed key, [H].
+        nonfinite: Allowed logits that are nan or inf, [H].
+        head_dim: D of query and key, `None` if unknown.
+        keys: The largest number of keys.
+        calls: How many attention calls are pooled.
+        approximate: Names of statistics that are estimates.
+    """
+
+    logit_mean: Tensor | None = None
+    logit_std: Tensor | None = None
+    logit_row_std: Tensor | None = None
+    critical_ratio: Tensor | None = None
+    logit_max: Tensor | None = None
+    logit_min: Tensor | None = None
+    entropy: Tensor | None = None
+    entropy_normalized: Tensor | None = None
+    max_probability: Tensor | None = None
+    sink_mass: Tensor | None = None
+    jacobian_trace: Tensor | None = None
+    jacobian_norm: Tensor | None = None
+    grad_logits_norm: Tensor | None = None
+    grad_probs_norm: Tensor | None = None
+    gradient_gain: Tensor | None = None
+    q_rms: Tensor | None = None
+    k_rms: Tensor | None = None
+    qk_std: Tensor | None = None
+    alignment: Tensor | None = None
+    scale: Tensor | None = None
+    scale_ratio: Tensor | None = None
+    rows: Tensor
+    masked_rows: Tensor
+    nonfinite: Tensor
+    head_dim: int | None
+    keys: int
+    calls: int
+    approximate: frozenset[str] = frozenset()
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads H."""
+        return len(self.rows)
+
+    def measured(self) -> dict[str, Tensor]:
+        """Return the per-head tensors that were measured, by field name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
