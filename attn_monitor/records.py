@@ -35,8 +35,9 @@ class AttentionCall:
     `logits` they are in there already."""
     is_causal: bool = False
     """Top-left aligned: query i sees key j if j <= i."""
-    scale: float | Tensor = 1.0
-    """Multiplies query . key as they are given: a number, a 0-dim tensor or one value per query head [H]."""
+    scale: float | Tensor | None = 1.0
+    """Multiplies query . key as they are given: a number, a 0-dim tensor or one value per query head [H]. `None`
+    where only logits are known."""
     query_scale: float | Tensor = 1.0
     """The part of the scale that `query` contains already; number, 0-dim or [H]."""
     key_scale: float | Tensor = 1.0

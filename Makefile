@@ -1,0 +1,67 @@
+# `make demo` and `make test` need nothing but make and Python >= 3.10: they install the rest into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+WORKERS ?= 2
+
+.PHONY: demo test lint format unit slow docs bench constraints clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a collapsing and a healthy model side by side (about 3 minutes)"
+	@echo "make test    everything CI runs: lint, types, unit tests, slow tests"
+	@echo "make lint    ruff format --check, ruff check, mypy --strict"
+	@echo "make format  let ruff rewrite the code"
+	@echo "make bench   measure what the monitor costs, rewrite docs/benchmarks.md (about 5 minutes)"
+	@echo "make docs    build the documentation into site/"
+	@echo "make clean   remove everything that make made"
+
+# One stamp per environment: it is installed anew only when what it is made from has changed.
+.venv/.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install \
+		--quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+.venv/.stamp-docs: .venv/.stamp
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install \
+		--quiet --disable-pip-version-check --editable '.[dev,docs]'
+	touch $@
+
+demo: .venv/.stamp
+	$(BIN)/python examples/char_gpt.py
+
+test: lint unit slow
+
+lint: .venv/.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: .venv/.stamp
+	$(BIN)/pytest -m 'not slow' -n $(WORKERS)
+
+# One at a time: each of these uses every core.
+slow: .venv/.stamp
+	$(BIN)/pytest -m slow
+
+format: .venv/.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: .venv/.stamp-docs
+	$(BIN)/mkdocs build --strict
+
+bench: .venv/.stamp
+	$(BIN)/python -m tests.benchmarks.step_ratio
+
+# Keeps the pins that still fit: to let one move, delete its line first. CUDA parts are left out: torch pins its own, and
+# a CPU-only build has none.
+constraints: .venv/.stamp
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --all-extras --no-annotate \
+		--custom-compile-command "make constraints" --output-file constraints.txt pyproject.toml
+	sed -i '/^\(nvidia\|cuda\|triton\)/d' constraints.txt
+
+clean:
+	rm -rf .venv site dist build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""The function mode: sees every torch function of the watched modules, and reports attention calls."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch.overrides import TorchFunctionMode
+
+from attn_monitor.capture import functions as fn
+from attn_monitor.capture.adapters import from_sdpa, from_softmax
+from attn_monitor.capture.dataflow import Dataflow, Tag
+from attn_monitor.capture.sighting import Sighting, Sink, UnmeasurableError
+
+
+def _without_override_check() -> Callable[..., Any]:
+    """Return multi_head_attention_forward in a form whose inner calls a mode can see.
+
+    The original hands itself to the active mode as a whole and runs with the mode switched off.
+    """
+    original = F.multi_head_attention_forward
+    scope = {**original.__globals__, "has_torch_function": lambda *_: False}
+    function = types.FunctionType(
+        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
+    )
+    function.__kwdefaults__ = original.__kwdefaults__
+    return function
+
+
+class CaptureMode(TorchFunctionMode):
+    """Reports every attention call to a sink. The model's own results pass through untouched."""
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__()
+        self._sink = sink
+        self.flow = Dataflow(sink.unmeasured)
+
+    def __torch_function__(
+        self, func: fn.Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function, and look at it."""
+        kwargs = kwargs or {}
+        if func is fn.MULTI_HEAD:
+            function = _without_override_check()
+            with self:
+                return function(*args, **kwargs)
+        if func is fn.SDPA:
+            return self._watched(func, args, kwargs, self._guard(from_sdpa, self.flow, args, kwargs))
+        if func in fn.SOFTMAX:
+            return self._softmax(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, (Tensor, tuple, list)) or func in fn.SET_ITEM:
+            self._guard(self.flow.follow, func, args, kwargs, out)
+        return out
+
+    def _softmax(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._guard(from_softmax, self.flow, args, kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        sighting, tag = found
+        if len(tag.layout) > 2:
+            out = self._watched(func, args, kwargs, sighting)
+            self._guard(self.flow.put, out, Tag("probabilities", tag.layout))
+            return out
+        # Two dimensions may be one head's attention or a classifier's similarities: attention goes on to weigh values.
+        out = func(*args, **kwargs)
+
+        def use() -> None:
+            self._sink.before(sighting)
+            self._sink.after(sighting, out)
+
+        self._guard(self.flow.put, out, Tag("probabilities", tag.layout, on_use=use))
+        return out
+
+    def _watched(
+        self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], sighting: Sighting | None
+    ) -> Any:
+        if sighting is None:
+            return func(*args, **kwargs)
+        self._sink.before(sighting)
+        out = func(*args, **kwargs)
+        self._sink.after(sighting, out)
+        return out
+
+    def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run code of ours: whatever goes wrong in it must not reach the model."""
+        try:
+            with DisableTorchFunction():
+                return function(*args)
+        except UnmeasurableError as error:
+            self._sink.unmeasured(str(error))
+        except Exception as error:
+            self._sink.failed(error)
+        return None

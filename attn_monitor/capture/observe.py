@@ -1,0 +1,146 @@
+"""Calls a user can put where nothing else sees the attention: custom kernels, and logits of any softmax."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from attn_monitor.capture.adapters import check_measurable
+from attn_monitor.capture.sighting import Sighting, UnmeasurableError
+from attn_monitor.arguments import attention_call, softmax_call
+
+
+class Watcher(Protocol):
+    """Takes what the user shows. None of its methods may raise."""
+
+    def observed(self, name: str, sighting: Sighting) -> None:
+        """Take a call under a name of the user's."""
+
+    def not_observed(self, name: str, reason: str) -> None:
+        """Take note of a call that can't be measured."""
+
+
+_watchers: list[Watcher] = []
+
+
+def watch(watcher: Watcher) -> None:
+    """Start to send what is observed to `watcher`."""
+    if watcher not in _watchers:
+        _watchers.append(watcher)
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Stop to send to `watcher`."""
+    if watcher in _watchers:
+        _watchers.remove(watcher)
+
+
+def observe_attention(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+) -> None:
+    """Show an attention that no one can see from outside: a custom kernel, an extension, a hand-written softmax.
+
+    Does nothing when no probe or monitor is watching, and never raises for the tensors it is given: what can't be
+    measured is listed in `skipped` under the name.
+
+    Args:
+        name: The name of its record.
+        query: [B, H, Q, D] or [H, Q, D].
+        key: [B, G, K, D] or [G, K, D], G = H unless `enable_gqa`.
+        value: [B, G, K, V]; not needed for the statistics.
+        attn_mask: As in `torch.nn.functional.scaled_dot_product_attention`: bool, True is kept; float, added.
+        is_causal: Query i sees key j if j <= i.
+        scale: Multiplies q.k, 1 / sqrt(D) by default.
+        enable_gqa: H may be a multiple of G.
+        softcap: Logits are softcap * tanh(scale * q.k / softcap).
+
+    Example:
+        >>> import torch
+        >>> from attn_monitor import AttentionProbe, observe_attention
+        >>> class Kernel(torch.nn.Module):
+        ...     def forward(self, q, k, v):
+        ...         observe_attention("kernel", q, k, v, is_causal=True)
+        ...         return v  # a kernel of your own
+        >>> model, qkv = Kernel(), torch.randn(3, 2, 4, 5, 8)
+        >>> with AttentionProbe(model) as probe:
+        ...     _ = model(*qkv)
+        >>> probe.compute()["kernel"].heads
+        4
+    """
+    if not _watchers:
+        return
+    try:
+        with DisableTorchFunction():
+            check_measurable(query, key)
+            call = attention_call(
+                query.detach(),
+                key.detach(),
+                value.detach() if value is not None else None,
+                attn_mask=attn_mask.detach() if attn_mask is not None else None,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                softcap=softcap,
+            )
+            # Without the kernel's output nothing tells the gradient.
+            sighting = Sighting(call=call, logits=None, canonical=lambda tensor: tensor, differentiable=False)
+    except (UnmeasurableError, ValueError, TypeError) as error:
+        for watcher in tuple(_watchers):
+            watcher.not_observed(name, str(error))
+        return
+    for watcher in tuple(_watchers):
+        watcher.observed(name, sighting)
+
+
+def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | None = None) -> None:
+    """Show the logits of a softmax that is not recognised as attention: contrastive, routing or written by hand.
+
+    Entries of -inf, the dtype's smallest number and values <= -9.9e8 count as masked. The gradient of the logits is
+    measured when they take one. Does nothing when no probe or monitor is watching.
+
+    Args:
+        name: The name of its record.
+        logits: What goes into the softmax; of four dimensions the second is the heads, else there is one head.
+        dim: The axis of the softmax.
+        head_dim: The length of the vectors whose products the logits are, for the saturation rule.
+
+    Example:
+        >>> import torch
+        >>> from attn_monitor import AttentionProbe, observe_logits
+        >>> class Contrastive(torch.nn.Module):
+        ...     def forward(self, image, text):
+        ...         logits = image @ text.T / 0.07
+        ...         observe_logits("contrastive", logits, head_dim=image.shape[-1])
+        ...         return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+        >>> model = Contrastive()
+        >>> with AttentionProbe(model) as probe:
+        ...     _ = model(torch.eye(5), torch.eye(5))
+        >>> round(probe.compute()["contrastive"].logit_max.item(), 4)
+        14.2857
+    """
+    if not _watchers:
+        return
+    try:
+        with DisableTorchFunction():
+            check_measurable(logits)
+            call, canonical = softmax_call(logits.detach(), dim=dim, head_dim=head_dim)
+            differentiable = torch.is_grad_enabled() and logits.requires_grad
+            sighting = Sighting(call=call, logits=logits, canonical=canonical, differentiable=differentiable)
+    except (UnmeasurableError, ValueError, TypeError, IndexError) as error:
+        for watcher in tuple(_watchers):
+            watcher.not_observed(name, str(error))
+        return
+    for watcher in tuple(_watchers):
+        watcher.observed(name, sighting)

@@ -1,0 +1,176 @@
+"""Hooks that tell which module is running, and that keep the function mode active while one is."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is executing a backward pass: a forward seen now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Running(threading.local):
+    """The modules running in this thread, outermost first, each with whether it brought the mode."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[nn.Module, bool]] = []
+
+
+def _nothing(*_: Any) -> None:
+    """What becomes of a hook in a copied or unpickled model."""
+
+
+class _Hook:
+    """A forward hook that is inert in copies of the model: they must not report to this monitor."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[nn.Module], None]) -> None:
+        self.function = function
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self.function(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (_module(__name__), "_nothing")
+
+
+def _module(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+class _EntryPoint:
+    """A method such as `training_step`, wrapped for as long as the hooks are attached."""
+
+    def __init__(self, owner: ModuleTracker, root: nn.Module, method: Callable[..., Any]) -> None:
+        self.owner, self.root, self.method = owner, root, method
+        self.__name__ = getattr(method, "__name__", "entry_point")
+        self.__wrapped__ = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call_entry_point(args, kwargs)
+
+    def call_entry_point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.owner.enter(self.root)
+        try:
+            return self.method(*args, **kwargs)
+        finally:
+            self.owner.leave(self.root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.method, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.root, self.__name__)
+
+
+class ModuleTracker:
+    """Knows the running modules, and enters the mode with the outermost one.
+
+    Args:
+        mode: The function mode that sees the calls.
+        on_start: Called when an outermost module starts outside the backward pass.
+    """
+
+    def __init__(self, mode: TorchFunctionMode, on_start: Callable[[], None]) -> None:
+        self._mode = mode
+        self._on_start = on_start
+        self._running = _Running()
+        self._handles: list[RemovableHandle] = []
+        self._entry_points: list[tuple[nn.Module, str, bool, Any]] = []
+        self.called: set[nn.Module] = set()
+        self.refused: dict[nn.Module, str] = {}
+
+    def attach(self, modules: Iterable[nn.Module], root: nn.Module, methods: Iterable[str] = ()) -> None:
+        """Hook the modules, and wrap methods of the root that are not module calls."""
+        enter, leave = _Hook(self._enter_called), _Hook(self.leave)
+        for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                self.refused[module] = "compiled by torch.jit, which accepts no hooks; use observe_attention"
+                continue
+            # Ahead of the user's hooks, so that what they do is already seen; always, so that an exception in the
+            # forward does not leave the mode behind.
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        for name in methods:
+            own = name in vars(root)
+            method = getattr(root, name)
+            self._entry_points.append((root, name, own, method))
+            object.__setattr__(root, name, _EntryPoint(self, root, method))
+
+    def detach(self) -> None:
+        """Remove every hook, wrapper and mode; safe to call at any time, also twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for root, name, own, method in self._entry_points:
+            if own:
+                object.__setattr__(root, name, method)
+            else:
+                vars(root).pop(name, None)
+        self._entry_points.clear()
+        self._running.frames.clear()
+        self._leave_mode()
+        self.called.clear()
+
+    def owner(self) -> nn.Module | None:
+        """Return the innermost running module."""
+        return self._running.frames[-1][0] if self._running.frames else None
+
+    def stack(self) -> list[nn.Module]:
+        """Return the running modules, outermost first."""
+        return [module for module, _ in self._running.frames]
+
+    def _enter_called(self, module: nn.Module) -> None:
+        self.called.add(module)
+        self.enter(module)
+
+    def enter(self, module: nn.Module) -> None:
+        """Note that a module starts."""
+        if not self._running.frames and not in_backward():
+            self._on_start()
+        # Asked of torch and not remembered: torch takes the mode away while a backward pass runs, and a forward
+        # recomputed in there needs it again.
+        brings_mode = self._mode not in _get_current_function_mode_stack()
+        if brings_mode:
+            self._mode.__enter__()
+        self._running.frames.append((module, brings_mode))
+
+    def leave(self, module: nn.Module) -> None:
+        """Note that a module ended, and with it whatever inside it was interrupted."""
+        frames = self._running.frames
+        if not any(running is module for running, _ in frames):
+            return
+        while frames:
+            running, brought_mode = frames.pop()
+            if brought_mode:
+                self._leave_mode()
+            if running is module:
+                return
+
+    def _leave_mode(self) -> None:
+        """Take the mode off the stack wherever it is; modes of others above it stay."""
+        modes = _get_current_function_mode_stack()
+        if self._mode not in modes:
+            return
+        above: list[TorchFunctionMode] = []
+        while (top := _get_current_function_mode_stack()[-1]) is not self._mode:
+            torch._C._pop_torch_function_stack()
+            above.append(top)
+        torch._C._pop_torch_function_stack()
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)

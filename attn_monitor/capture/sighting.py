@@ -1,0 +1,51 @@
+"""What capture reports, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from attn_monitor.records import AttentionCall
+
+
+class UnmeasurableError(Exception):
+    """Attention that was seen and can't be measured; the message is the reason the user reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sighting:
+    """An attention call and what its gradients need.
+
+    Attributes:
+        call: The call, detached.
+        logits: The softmax input as the model has it; `None` where the softmax happens inside a kernel.
+        canonical: Brings a gradient into canonical axes: that of the softmax input or output into [B, H, Q, K], that
+            of a kernel's output into [B, H, Q, V].
+        differentiable: Whether a gradient will flow through.
+        note: What the user should know about the numbers.
+    """
+
+    call: AttentionCall
+    logits: Tensor | None
+    canonical: Callable[[Tensor], Tensor]
+    differentiable: bool
+    note: str = ""
+
+
+class Sink(Protocol):
+    """Takes the sightings. None of its methods may raise."""
+
+    def before(self, sighting: Sighting) -> None:
+        """Take a call that is about to run; a recomputation may get no further than this."""
+
+    def after(self, sighting: Sighting, out: Tensor) -> None:
+        """Take a call that has run, with its output (of a kernel) or its probabilities (of a softmax)."""
+
+    def unmeasured(self, reason: str) -> None:
+        """Take note of attention in the running module that can't be measured."""
+
+    def failed(self, error: Exception) -> None:
+        """Take note of an error of ours in the running module."""

@@ -1,0 +1,259 @@
+"""Turns sightings into the sums of layers: which record a call belongs to, what to count once, what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+
+from attn_monitor.capture.naming import CallSite, call_site, is_helper, is_selected
+from attn_monitor.capture.ownership import in_backward
+from attn_monitor.capture.sighting import Sighting
+from attn_monitor.catalog import GRADIENTS
+from attn_monitor.statistics import attention_sums
+from attn_monitor.sums import AttentionSums
+from attn_monitor.taps import GradientTaps, saving
+
+GradScale: TypeAlias = "float | Callable[[], float | Tensor]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unplaced:
+    """The record of a recomputed call whose place among the calls of the first pass is not known yet."""
+
+    record: str
+    fingerprint: Tensor
+
+
+class Collector:
+    """Collects the calls of one model. None of its methods raises for what happens in our own code.
+
+    Args:
+        statistics: What is computed.
+        max_queries: Rows per call that are looked at.
+        gradients: Whether gradients are measured.
+        per_call: Whether each call of a module in one forward has a record of its own.
+        grad_scale: What gradients are divided by.
+    """
+
+    def __init__(
+        self,
+        statistics: frozenset[str],
+        *,
+        max_queries: int | None,
+        gradients: bool,
+        per_call: bool,
+        grad_scale: GradScale,
+    ) -> None:
+        self._statistics = statistics
+        self._max_queries = max_queries
+        self._gradients = gradients and bool(statistics & GRADIENTS)
+        self._per_call = per_call
+        self._grad_scale = grad_scale
+        # Rows are sampled without touching the random numbers of the run.
+        self._generator = torch.Generator().manual_seed(20240521)
+        self._running: Callable[[], list[nn.Module]] = list
+        self._names: Mapping[nn.Module, str] = {}
+        self._selected: frozenset[str] | None = None
+        self._complete = True
+        self._root = ""
+        self._sites: dict[str, list[CallSite]] = {}
+        self._counts: dict[Hashable, int] = {}
+        self.sums: dict[str, AttentionSums] = {}
+        self.skipped: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self.owners: dict[str, nn.Module] = {}
+        self.missed = False
+        self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
+        self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
+        self._taps = GradientTaps(self._deliver, self._gradient_failed)
+
+    def begin(
+        self,
+        running: Callable[[], list[nn.Module]],
+        names: Mapping[nn.Module, str],
+        selected: frozenset[str] | None,
+        root: str,
+        *,
+        complete: bool,
+    ) -> None:
+        """Prepare for the hooks of one attachment.
+
+        Args:
+            running: Returns the running modules that are hooked, outermost first.
+            names: The names of all modules.
+            selected: The names of the selected modules.
+            root: What the root is shown as.
+            complete: Whether all modules are hooked; if not, attention at a new place is left to the next time.
+        """
+        self._running, self._names, self._selected, self._root = running, names, selected, root
+        self._complete = complete
+        self._counts.clear()
+
+    def start(self) -> None:
+        """Note that an outermost forward starts."""
+        self._counts.clear()
+
+    def end(self) -> None:
+        """Let go of every tensor of the model."""
+        self.settle()
+        self._taps.remove()
+
+    def reset(self) -> None:
+        """Forget what was collected; what was discovered stays."""
+        self._taps.remove()
+        self.sums.clear()
+        self.skipped.clear()
+        self.notes.clear()
+        self._first_pass.clear()
+        self._unplaced.clear()
+
+    # -- what capture calls -----------------------------------------------------------------------------------------
+
+    def before(self, sighting: Sighting) -> None:
+        """Take a call that is about to run."""
+        if in_backward() and self._gradients and sighting.differentiable and saving() == "recomputation":
+            found = self._place()
+            if found is not None:
+                record, site = found
+                self._try(record, lambda: self._taps.refill((record, site), sighting))
+
+    def after(self, sighting: Sighting, out: Tensor) -> None:
+        """Take a call that has run."""
+        if (found := self._place()) is not None:
+            self._take(*found, sighting, out)
+
+    def unmeasured(self, reason: str) -> None:
+        """Take note of attention in the running module that can't be measured."""
+        name, owner = self._owner()
+        if owner is None or is_selected(self._names.get(owner, ""), self._selected):
+            self.skipped.setdefault(name, reason)
+
+    def failed(self, error: Exception) -> None:
+        """Take note of an error of ours in the running module."""
+        self._fail(self._owner()[0], error)
+
+    def observed(self, name: str, sighting: Sighting) -> None:
+        """Take a call that the user shows."""
+        if in_backward() and self._gradients and sighting.differentiable and saving() == "recomputation":
+            self._try(name, lambda: self._taps.refill((name, ()), sighting))
+        self._take(name, (), sighting, None)
+
+    def not_observed(self, name: str, reason: str) -> None:
+        """Take note of a call the user shows that can't be measured."""
+        self.skipped.setdefault(name, reason)
+
+    # -- which record -----------------------------------------------------------------------------------------------
+
+    def _owner(self) -> tuple[str, nn.Module | None]:
+        """Return the module an attention seen now belongs to, and what it is shown as."""
+        modules = self._running()
+        while len(modules) > 1 and is_helper(modules[-1]):
+            modules = modules[:-1]
+        owner = modules[-1] if modules else None
+        name = self._names.get(owner, "") if owner is not None else ""
+        return name or self._root, owner
+
+    def _place(self) -> tuple[str, CallSite] | None:
+        """Return the record and the call site of an attention seen now, `None` if it is not selected."""
+        name, owner = self._owner()
+        if not is_selected(self._names.get(owner, "") if owner is not None else "", self._selected):
+            return None
+        site = call_site(owner)
+        known = self._sites.setdefault(name, [])
+        if site not in known:
+            # A function recomputed outside of its module has the inner part of the call site only.
+            inner = [full for full in known if full[: len(site)] == site] if in_backward() else []
+            if inner:
+                site = inner[0]
+            elif not self._complete:
+                self.missed = True
+                return None
+            else:
+                known.append(site)
+        if owner is not None:
+            self.owners[name] = owner
+        index = known.index(site)
+        return (f"{name}#{index}" if index else name), site
+
+    def _take(self, record: str, site: CallSite, sighting: Sighting, out: Tensor | None) -> None:
+        self._try(record, lambda: self._measure(record, site, sighting, out))
+
+    def _measure(self, record: str, site: CallSite, sighting: Sighting, out: Tensor | None) -> None:
+        where = saving() if self._gradients else "graph"
+        recomputed = in_backward()
+        target: Hashable = record
+        if self._per_call and not recomputed:
+            number = self._counts.get(record, 0)
+            self._counts[record] = number + 1
+            target = f"{record}@{number}"
+            if not torch.is_grad_enabled():  # perhaps the first pass of a reentrant checkpoint
+                self._first_pass.setdefault(record, []).append((target, _fingerprint(sighting)))
+        elif self._per_call:
+            target = _Unplaced(record, _fingerprint(sighting))
+        if isinstance(target, str) and not recomputed:
+            sums = attention_sums(sighting.call, self._statistics, self._max_queries, self._generator)
+            self._merge(target, sums)
+            if sighting.note:
+                self.notes[target] = sighting.note
+        if self._gradients and sighting.differentiable and where != "recomputation":
+            self._taps.tap(target, (record, site), sighting, out, recomputed_later=where == "checkpoint")
+
+    # -- sums -------------------------------------------------------------------------------------------------------
+
+    def _merge(self, record: str, sums: AttentionSums) -> None:
+        if record.partition("@")[0] in self.skipped or record in self.skipped:
+            return
+        before = self.sums.get(record)
+        self.sums[record] = sums if before is None else before.merge(sums)
+
+    def _deliver(self, record: Hashable, sums: AttentionSums) -> None:
+        scale = self._grad_scale() if callable(self._grad_scale) else self._grad_scale
+        sums = sums.divided_gradients(scale)
+        if isinstance(record, _Unplaced):
+            self._unplaced.append((record, sums))
+        else:
+            self._merge(str(record), sums)
+
+    def settle(self) -> None:
+        """Place what could not be placed during the backward pass. This may wait for the device."""
+        for lost in self._taps.finish():
+            self.notes[str(lost)] = "gradients not measured: the checkpointed region was not recomputed where it is seen"
+        for unplaced, sums in self._unplaced:
+            calls = self._first_pass.get(unplaced.record, [])
+            match = next((i for i, (_, print_) in enumerate(calls) if bool(print_ == unplaced.fingerprint)), None)
+            # The last call is recomputed first.
+            target, _ = calls.pop(match if match is not None else -1) if calls else (unplaced.record, None)
+            self._merge(target, sums)
+        self._unplaced.clear()
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def _try(self, record: str, action: Callable[[], Any]) -> None:
+        try:
+            with DisableTorchFunction():
+                action()
+        except Exception as error:
+            self._fail(record, error)
+
+    def _gradient_failed(self, record: Hashable, error: Exception) -> None:
+        self._fail(record.record if isinstance(record, _Unplaced) else str(record), error)
+
+    def _fail(self, record: str, error: Exception) -> None:
+        """Drop a layer that raised: half of its numbers would be worse than none."""
+        text = str(error).strip().splitlines()
+        self.skipped[record] = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        for name in [name for name in self.sums if name == record or name.startswith(f"{record}@")]:
+            del self.sums[name]
+
+
+def _fingerprint(sighting: Sighting) -> Tensor:
+    """Return a number that a recomputation reproduces to the bit and that tells calls apart."""
+    call = sighting.call
+    tensor = call.query if call.query is not None else call.logits
+    assert tensor is not None
+    return tensor.detach().to(torch.float32).nan_to_num().sum()

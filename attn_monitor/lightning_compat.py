@@ -1,0 +1,82 @@
+"""Lightning's two package names, and the few private places of it this package must look at.
+
+Each place is read by one small function, tested against the installed Lightning.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback as LightningCallback
+    from pytorch_lightning import LightningModule, Trainer
+    from torch import Tensor
+
+PACKAGES = ("pytorch_lightning", "lightning.pytorch")
+
+
+def installed_callbacks() -> tuple[type, ...]:
+    """Return the `Callback` class of each installed Lightning package; they are different classes.
+
+    Raises:
+        ImportError: If there is none.
+    """
+    found: dict[type, None] = {}
+    for package in PACKAGES:
+        try:
+            found[import_module(package).Callback] = None
+        except ImportError:
+            continue
+    if not found:
+        raise ImportError(
+            "AttentionMonitor is a Lightning callback, but neither `pytorch_lightning` nor `lightning` can be "
+            "imported. Install one (`pip install pytorch-lightning`), or use `attn_monitor.AttentionProbe`, which "
+            "works in any torch loop."
+        )
+    return tuple(found)
+
+
+if not TYPE_CHECKING:
+    # `isinstance(monitor, Callback)` holds whichever package the user imports, now or later.
+    LightningCallback = type("LightningCallback", installed_callbacks(), {"__module__": __name__})
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the x value `self.log` would use now: the optimizer steps finished before, several optimizers as one.
+
+    `trainer.global_step` is ahead by one in `on_train_batch_end` and counts every optimizer.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def accumulating(trainer: Trainer) -> bool:
+    """Tell whether the current batch leaves the optimizer step open (`accumulate_grad_batches`)."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def loss_factor(trainer: Trainer, pl_module: LightningModule) -> float:
+    """Return by what Lightning multiplied the user's loss before this backward pass.
+
+    That is the scale of a `GradScaler`, and under automatic optimization the division by `accumulate_grad_batches`.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scale = float(scaler.get_scale()) if scaler is not None else 1.0
+    return scale / trainer.accumulate_grad_batches if pl_module.automatic_optimization else scale
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the live dictionary behind `trainer.callback_metrics`.
+
+    The property itself computes the user's pending epoch metrics on every access.
+    """
+    metrics: dict[str, Tensor] = trainer._logger_connector._callback_metrics
+    return metrics
+
+
+def stopping_waits(trainer: Trainer) -> str:
+    """Name what keeps `trainer.should_stop` from taking effect now, empty if nothing does."""
+    if trainer.fit_loop._can_stop_early:
+        return ""
+    limits: dict[str, Any] = {"min_epochs": trainer.fit_loop.min_epochs, "min_steps": trainer.fit_loop.min_steps}
+    return " and ".join(f"{name}={value}" for name, value in limits.items() if value)

@@ -1,0 +1,241 @@
+"""The probe: watch the attention of any torch model, for as long as one wants to."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from attn_monitor.capture.mode import CaptureMode
+from attn_monitor.capture.naming import Selection, canonical_names, check_selection, select_modules
+from attn_monitor.capture.observe import unwatch, watch
+from attn_monitor.capture.ownership import ModuleTracker
+from attn_monitor.catalog import resolve_statistics
+from attn_monitor.collector import Collector, GradScale
+from attn_monitor.metric import AttentionMetric
+from attn_monitor.records import AttentionStatistics
+
+
+class LayerStatistics(dict[str, AttentionStatistics]):
+    """Statistics by layer. The root module, whose own name is empty, is shown by its class name and found by both.
+
+    Args:
+        root: The class name of the root.
+        statistics: The statistics.
+    """
+
+    def __init__(self, root: str, statistics: Mapping[str, AttentionStatistics]) -> None:
+        super().__init__(statistics)
+        self.root = root
+
+    def __missing__(self, key: str) -> AttentionStatistics:
+        if self._alias(key) in self.keys():
+            return self[self._alias(key)]
+        raise KeyError(f"no attention was measured in {key!r}; measured: {', '.join(self) or 'none'}")
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and super().__contains__(self._alias(key)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.root, dict(self))
+
+    def _alias(self, key: str) -> str:
+        return self.root + key if not key or key[0] in "#@" else key
+
+
+class AttentionProbe:
+    """Measures every attention of a model while it is attached.
+
+    As a context manager it is attached inside the block. It finds attention by what the model does, not by class
+    names: `F.scaled_dot_product_attention`, and every softmax over the product of two activations. The model's
+    results, gradients and random numbers stay the same to the bit.
+
+    Args:
+        model: Any module. Compiled parts run eagerly while the probe is attached.
+        modules: Which modules' attention to measure: a name, a glob, a module type, a predicate `(name, module) ->
+            bool`, or a list of these; each selects the attention inside it too. `None`: all that is found.
+        statistics: Names from the table of statistics, `None` for all.
+        max_queries: Look at that many query rows of a call, evenly spread; the statistics are then estimates and the
+            extrema absent. `None`: all rows, exact.
+        gradients: Whether to measure the gradients in the backward pass.
+        per_call: Whether a module that is called several times in one forward gets a record for each, `name@0`, ...
+        grad_scale: What gradients are divided by: the loss scale, a number or a callable that is read in the
+            backward pass.
+
+    Attributes:
+        skipped: Attention that was seen and not measured, with the reason.
+        notes: What to know about records that were measured.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a statistic is unknown, a number is not positive, or (on attaching) no module matches.
+
+    Example:
+        >>> import torch
+        >>> from attn_monitor import AttentionProbe
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> with AttentionProbe(model) as probe:
+        ...     model(torch.randn(3, 5, 16)).sum().backward()
+        >>> statistics = probe.compute()
+        >>> list(statistics), tuple(statistics["self_attn"].logit_std.shape)
+        (['self_attn'], (2,))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Selection = None,
+        statistics: Iterable[str] | None = None,
+        max_queries: int | None = None,
+        gradients: bool = True,
+        per_call: bool = False,
+        grad_scale: GradScale = 1.0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"AttentionProbe expects a torch.nn.Module, got {type(model).__name__}.")
+        check_selection(modules)
+        check_max_queries(max_queries)
+        _check_grad_scale(grad_scale)
+        self._model = model
+        self._modules = modules
+        self._statistics = resolve_statistics(statistics)
+        self._collector = Collector(
+            self._statistics,
+            max_queries=max_queries,
+            gradients=gradients,
+            per_call=per_call,
+            grad_scale=grad_scale,
+        )
+        self._mode = CaptureMode(self._collector)
+        self._tracker = ModuleTracker(self._mode, self._collector.start)
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._refused: dict[str, str] = {}
+        self._stance: Any = None
+        self._attached = False
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        state = "attached" if self._attached else "detached"
+        return f"AttentionProbe({type(self._model).__name__}, {state}, {len(self._collector.sums)} records)"
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Attention that was seen and not measured, with the reason."""
+        return {**self._refused, **self._collector.skipped}
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What to know about the numbers of a record."""
+        return dict(self._collector.notes)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The names of the modules in which attention was found."""
+        return tuple(self._collector.owners)
+
+    def check_modules(self) -> None:
+        """Raise `ValueError` if the selection of modules matches none of the model's."""
+        select_modules(self._modules, canonical_names(self._model))
+
+    def attach(self, methods: Iterable[str] = ()) -> None:
+        """Start to watch.
+
+        All modules are hooked until each has been called once; later only those that own attention.
+
+        Args:
+            methods: Methods of the model that are entered without calling it as a module, such as `training_step`.
+
+        Raises:
+            ValueError: If no module matches the selection.
+        """
+        if self._attached:
+            return
+        names = canonical_names(self._model)
+        selected = select_modules(self._modules, names)
+        owners = set(self._collector.owners.values())
+        everything = self._collector.missed or not self._called
+        hooked = [
+            module
+            for module in names
+            if everything or module is self._model or module in owners or module not in self._called
+        ]
+        self._collector.missed = False
+        self._collector.begin(self._tracker.stack, names, selected, self._root_name(), complete=everything)
+        self._attached = True
+        try:
+            if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes seconds
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._tracker.attach(hooked, self._model, methods)
+            watch(self._collector)
+        except BaseException:
+            self.detach()
+            raise
+        self._refused = {names[module]: reason for module, reason in self._tracker.refused.items()}
+
+    def detach(self) -> None:
+        """Stop to watch and leave nothing behind; what was collected stays. Safe to call twice."""
+        if not self._attached:
+            return
+        self._attached = False
+        self._called.update(self._tracker.called)
+        unwatch(self._collector)
+        self._tracker.detach()
+        self._collector.end()
+        self._mode.flow.clear()
+        if self._stance is not None:
+            # Its __exit__ brings back the stance there was before, which may be the user's own.
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def compute(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
+        """Return the statistics of everything seen since the last reset, waiting for the device once.
+
+        Args:
+            losses: Over how many losses the mean is taken whose gradients were collected (micro-batches times ranks).
+        """
+        self._collector.settle()
+        metric = AttentionMetric(statistics=self._statistics)
+        metric.update(self._collector.sums)
+        return LayerStatistics(self._root_name(), metric.compute(losses=losses))
+
+    def reset(self) -> None:
+        """Forget what was collected."""
+        self._collector.reset()
+
+    def _root_name(self) -> str:
+        inner = getattr(self._model, "_orig_mod", self._model)
+        return type(inner).__name__
+
+
+def check_max_queries(max_queries: object) -> None:
+    """Raise where `max_queries` is neither `None` nor a positive integer."""
+    if max_queries is None:
+        return
+    if isinstance(max_queries, bool) or not isinstance(max_queries, int):
+        raise TypeError(f"`max_queries` expects a positive integer or None, got {max_queries!r}.")
+    if max_queries < 1:
+        raise ValueError(f"`max_queries` expects a positive integer or None, got {max_queries}.")
+
+
+def _check_grad_scale(grad_scale: float | Callable[[], float | Tensor]) -> None:
+    if callable(grad_scale):
+        return
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)):
+        raise TypeError(f"`grad_scale` expects a number or a callable without arguments, got {grad_scale!r}.")
+    if not (math.isfinite(grad_scale) and grad_scale > 0):
+        raise ValueError(f"`grad_scale` expects a positive finite number, got {grad_scale}.")

@@ -1,0 +1,101 @@
+"""The example and every Python snippet of the documentation, run as a reader would run them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples import char_gpt
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class YourModel(pl.LightningModule):
+    """What a snippet calls `model`: some attention that can be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(d_model=32, nhead=4, dim_feedforward=32, batch_first=True)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.encoder(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def snippets(page: str) -> str:
+    """Return the snippets of a page as one program, with the line numbers of the page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = [""] * (text.count("\n") + 1)
+    for match in SNIPPET.finditer(text):
+        first = text.count("\n", 0, match.start(1))
+        body = match.group(1).splitlines()
+        lines[first : first + len(body)] = body
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page).strip()])
+# What a reader's first run says about small data and few workers is not the snippet's fault.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
+def test_snippets_of_the_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = {"model": YourModel(), "data": DataLoader(torch.randn(8, 6, 32), batch_size=2), "__name__": "snippet"}
+    exec(compile(snippets(page), page, "exec"), namespace)
+
+
+def test_the_first_screen_shows_the_monitor() -> None:
+    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40]
+    assert any("AttentionMonitor()" in line for line in first_screen)
+    assert any(line.startswith("![") for line in first_screen)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_the_page_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    files = [target.split("#")[0] for target in targets if not target.startswith(("http", "#"))]
+    assert [target for target in files if not ((ROOT / page).parent / target).exists()] == []
+
+
+def run_example(*arguments: str, logdir: Path) -> subprocess.CompletedProcess[str]:
+    """Run the example as `make demo` does."""
+    command = [sys.executable, "examples/char_gpt.py", *arguments, "--logdir", str(logdir)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_demo_flags_the_collapsing_run_and_not_the_healthy_one(tmp_path: Path) -> None:
+    # 60 of the 300 steps: long enough to collapse, and to pass the place where the healthy run peaks.
+    run = run_example("--steps", "60", logdir=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "collapsing" in run.stdout
+    assert "healthy" in run.stdout
+    assert f"tensorboard --logdir {tmp_path}" in run.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["collapsing", "healthy"]
+
+
+def test_own_run_takes_its_recipe_from_the_command_line(tmp_path: Path) -> None:
+    run = run_example("--lr", "1e-3", "--scale", "0.5", "--qk-norm", "--steps", "2", logdir=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "lr 0.001, scale 0.5, QK-norm" in " ".join(run.stdout.split())
+
+
+def test_batches_follow_the_text_by_one_character() -> None:
+    text = torch.arange(1000) % char_gpt.VOCABULARY
+    batches = list(char_gpt.RandomWindows(text, steps=3, seed=7))
+    assert len(batches) == 3
+    for piece, following in batches:
+        assert piece.shape == following.shape == (char_gpt.BATCH, char_gpt.CONTEXT)
+        assert torch.equal(following, (piece + 1) % char_gpt.VOCABULARY)
+    repeated = list(char_gpt.RandomWindows(text, steps=3, seed=7))
+    assert torch.equal(repeated[2][0], batches[2][0])

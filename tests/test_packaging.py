@@ -1,0 +1,69 @@
+"""The package as an installer and an importer meet it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import attn_monitor
+import attn_monitor.functional
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_python(code: str) -> str:
+    """Run `code` in a fresh interpreter and return what it printed."""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_import_is_light() -> None:
+    loaded = run_python("import attn_monitor, sys; print(*{name.split('.')[0] for name in sys.modules})").split()
+    assert "attn_monitor" in loaded
+    assert not {"torch", "numpy", "pytorch_lightning", "lightning", "torchmetrics", "tensorboard"} & set(loaded)
+
+
+@pytest.mark.parametrize("name", ["functional", "probe"])
+def test_torch_users_do_not_pay_for_lightning(name: str) -> None:
+    loaded = run_python(f"import attn_monitor.{name}, sys; print(*sys.modules)").split()
+    assert not {"pytorch_lightning", "lightning", "tensorboard"} & set(loaded)
+
+
+@pytest.mark.parametrize("name", attn_monitor.__all__)
+def test_public_name_is_importable(name: str) -> None:
+    assert getattr(attn_monitor, name) is not None
+    assert name in dir(attn_monitor)
+
+
+@pytest.mark.parametrize("name", ["attention_statistics", "softmax_statistics"])
+def test_public_function_is_importable(name: str) -> None:
+    assert callable(getattr(attn_monitor.functional, name))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'attn_monitor' has no attribute 'AttentionMonitr'"):
+        _ = attn_monitor.AttentionMonitr
+
+
+def test_version_has_one_source() -> None:
+    assert version("attn-monitor") == attn_monitor.__version__
+    assert attn_monitor.__version__ not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "attn_monitor").rglob("*.py")}
+    assert modules <= names
+    assert "attn_monitor/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"attn_monitor"}
