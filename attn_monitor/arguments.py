@@ -70,9 +70,7 @@ def softmax_call(
     if mask is not None:
         _check_mask("mask", mask, tuple(logits.shape), "the logits")
         masks = (_canonical(mask.detach().reshape((1,) * (logits.ndim - mask.ndim) + mask.shape), keys, heads),)
-    call = AttentionCall(
-        logits=_canonical(logits.detach(), keys, heads), masks=masks, scale=None, head_dim=head_dim
-    )
+    call = AttentionCall(logits=_canonical(logits.detach(), keys, heads), masks=masks, scale=None, head_dim=head_dim)
     return call, lambda tensor: _canonical(tensor, keys, heads)
 
 

@@ -185,8 +185,9 @@ def resolve_statistics(names: Iterable[str] | None, default: Iterable[str] = ALL
         return frozenset(default)
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f"`statistics` expects a list of names, got {names!r}. Write statistics=[{names!r}].")
-    chosen = list(names)
-    if wrong := [name for name in chosen if not isinstance(name, str)]:
+    chosen: list[str] = list(names)
+    given: list[object] = list(chosen)
+    if wrong := [name for name in given if not isinstance(name, str)]:
         raise TypeError(f"`statistics` expects names as strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}.")
     if unknown := sorted(set(chosen) - ALL):
         raise ValueError(f"Unknown statistics {unknown}. Choose from {list(STATISTICS)}.")

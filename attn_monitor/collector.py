@@ -222,14 +222,22 @@ class Collector:
     def settle(self) -> None:
         """Place what could not be placed during the backward pass. This may wait for the device."""
         for lost in self._taps.finish():
-            self.notes[str(lost)] = "gradients not measured: the checkpointed region was not recomputed where it is seen"
+            self.notes[str(lost)] = (
+                "gradients not measured: the checkpointed region was not recomputed where it is seen"
+            )
+        placed: dict[_Unplaced, str] = {}  # a softmax delivers the gradients of its two sides one by one
         for unplaced, sums in self._unplaced:
-            calls = self._first_pass.get(unplaced.record, [])
-            match = next((i for i, (_, print_) in enumerate(calls) if bool(print_ == unplaced.fingerprint)), None)
-            # The last call is recomputed first.
-            target, _ = calls.pop(match if match is not None else -1) if calls else (unplaced.record, None)
-            self._merge(target, sums)
+            if unplaced not in placed:
+                placed[unplaced] = self._first_pass_record(unplaced)
+            self._merge(placed[unplaced], sums)
         self._unplaced.clear()
+
+    def _first_pass_record(self, unplaced: _Unplaced) -> str:
+        calls = self._first_pass.get(unplaced.record, [])
+        if not calls:
+            return unplaced.record
+        same = (i for i, (_, fingerprint) in enumerate(calls) if bool(fingerprint == unplaced.fingerprint))
+        return calls.pop(next(same, -1))[0]  # failing that the last call, which is recomputed first
 
     # -- errors -----------------------------------------------------------------------------------------------------
 

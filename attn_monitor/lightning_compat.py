@@ -5,12 +5,12 @@ Each place is read by one small function, tested against the installed Lightning
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback as LightningCallback
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer
     from torch import Tensor
 
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
@@ -24,10 +24,8 @@ def installed_callbacks() -> tuple[type, ...]:
     """
     found: dict[type, None] = {}
     for package in PACKAGES:
-        try:
+        with suppress(ImportError):
             found[import_module(package).Callback] = None
-        except ImportError:
-            continue
     if not found:
         raise ImportError(
             "AttentionMonitor is a Lightning callback, but neither `pytorch_lightning` nor `lightning` can be "
@@ -37,9 +35,19 @@ def installed_callbacks() -> tuple[type, ...]:
     return tuple(found)
 
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+
+    class LightningCallback(Callback):
+        """A callback of every installed Lightning package."""
+
+else:
     # `isinstance(monitor, Callback)` holds whichever package the user imports, now or later.
     LightningCallback = type("LightningCallback", installed_callbacks(), {"__module__": __name__})
+
+
+def log_interval(trainer: Trainer) -> int:
+    """Return the trainer's `log_every_n_steps`; 0 means that Lightning logs no step."""
+    return int(getattr(trainer, "log_every_n_steps", 0) or 0)
 
 
 def logged_step(trainer: Trainer) -> int:

@@ -196,7 +196,7 @@ class AttentionProbe:
         unwatch(self._collector)
         self._tracker.detach()
         self._collector.end()
-        self._mode.flow.clear()
+        self._mode.tags.clear()
         if self._stance is not None:
             # Its __exit__ brings back the stance there was before, which may be the user's own.
             self._stance.__exit__(None, None, None)

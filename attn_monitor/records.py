@@ -58,8 +58,10 @@ class AttentionCall:
         """The sizes of the call."""
         if self.logits is not None:
             return CallShape(*self.logits.shape)
-        assert self.query is not None and self.key is not None, "a call has either logits or query and key"
-        return CallShape(*self.query.shape[:3], self.key.shape[2])
+        if self.query is None or self.key is None:
+            raise ValueError("An AttentionCall needs either logits, or query and key.")
+        batch, heads, queries, _ = self.query.shape
+        return CallShape(batch, heads, queries, self.key.shape[2])
 
 
 class CallShape(NamedTuple):

@@ -188,12 +188,13 @@ class AttentionSums(LayerFacts):
         )
 
     def divided_gradients(self, scale: float | Tensor) -> AttentionSums:
-        """Return the sums of gradients that are free of a loss scale: all squares divided by its square."""
-        if not isinstance(scale, Tensor) and scale == 1:
+        """Return the sums with all gradients divided by a number or a 0-dim tensor, such as the scale of a loss."""
+        if isinstance(scale, Tensor):
+            scale = scale.detach().to(self.additive.device, self.additive.dtype, non_blocking=True)
+        elif scale == 1:
             return self
         additive = self.additive.clone()
-        rows = [ADDITIVE.index("grad_logits_sq"), ADDITIVE.index("grad_probs_sq")]
-        additive[rows[0] : rows[1] + 1] /= scale**2
+        additive[ADDITIVE.index("grad_logits_sq") : ADDITIVE.index("grad_probs_sq") + 1] /= scale**2
         return replace(self, additive=additive)
 
     def to(self, device: torch.device | str) -> AttentionSums:

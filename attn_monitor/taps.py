@@ -11,7 +11,7 @@ the hook placed in the first pass is filled by the recomputation, last call firs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -30,8 +30,8 @@ Gradient: TypeAlias = Literal["output", "logits", "probabilities"]
 
 def saving() -> Saving:
     """Tell where autograd puts what it saves: the graph, or a checkpoint that is (being) recomputed."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    name = getattr(hooks[0], "__qualname__", "") if hooks is not None else ""
+    hooks: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    name = getattr(hooks[0], "__qualname__", "") if hooks else ""
     if name.startswith("_recomputation_hook"):
         return "recomputation"
     return "checkpoint" if name.startswith("_checkpoint_hook") else "graph"

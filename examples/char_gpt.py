@@ -9,6 +9,7 @@ The text is the source code of Python's standard library, so nothing is download
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -166,21 +167,22 @@ class Outcome:
 
     def rows(self) -> dict[str, str]:
         """Return the column of the table that describes this run."""
-        flagged = {(event.layer, event.head): event for event in reversed(self.monitor.events)}
-        first = min(flagged.values(), key=lambda event: event.step, default=None)
+        first = self.monitor.events[0] if self.monitor.events else None
         return {
-            "loss, mean of the last 20 steps": f"{self.loss:.3f}",
-            "logit_row_std / sqrt(d_k), worst of the run": f"{self.highest_ratio():.2f}",
-            "entropy_normalized, lowest head": f"{self.heads('entropy_normalized').min():.4f}",
-            "jacobian_trace, lowest head": f"{self.heads('jacobian_trace').min():.4f}",
-            "grad_logits_norm, lowest head": f"{self.heads('grad_logits_norm').min():.1e}",
-            "heads flagged": f"{len(flagged)} of {LAYERS * HEADS}",
-            "first event": f"step {first.step}, {first.layer}, head {first.head}" if first else "none",
+            "recipe": str(self.recipe),
+            "loss, last 20 steps": f"{self.loss:.3f}",
+            "largest logit_row_std / sqrt(d_k)": f"{self.highest_ratio():.2f}",
+            "lowest entropy_normalized": f"{self.heads('entropy_normalized').min():.4f}",
+            "lowest jacobian_trace": f"{self.heads('jacobian_trace').min():.4f}",
+            "lowest grad_logits_norm": f"{self.heads('grad_logits_norm').min():.1e}",
+            "heads flagged": f"{len({(event.layer, event.head) for event in self.monitor.events})} of {LAYERS * HEADS}",
+            "first event": f"step {first.step}, {first.layer} head {first.head}" if first else "none",
         }
 
 
 def train(recipe: Recipe, text: Tensor, steps: int, seed: int, logdir: Path) -> Outcome:
     """Train one model. To the training, the monitor is one more callback."""
+    print(f"\nTraining the {recipe.name} model: {recipe}", flush=True)
     pl.seed_everything(seed, verbose=False)
     model = CharGPT(recipe.lr, recipe.scale, recipe.qk_norm)
     monitor = AttentionMonitor(every_n_steps=10)
@@ -199,12 +201,12 @@ def train(recipe: Recipe, text: Tensor, steps: int, seed: int, logdir: Path) -> 
 
 def show(outcomes: list[Outcome], logdir: Path) -> None:
     """Print the runs side by side, and how to see them in TensorBoard."""
-    table = Table("at the last step, over all heads", *(f"{run.recipe.name}\n{run.recipe}" for run in outcomes))
-    columns = [run.rows() for run in outcomes]
+    table = Table("", *(outcome.recipe.name for outcome in outcomes))
+    columns = [outcome.rows() for outcome in outcomes]
     for label in columns[0]:
         table.add_row(label, *(column[label] for column in columns))
     console = Console()
-    console.print(table)
+    console.print("\nWorst head of the last observed step; the largest ratio is that of the whole run.", table)
     tensorboard = Path(sys.executable).with_name("tensorboard")
     console.print(f"TensorBoard logs: {logdir}\nOpen them with:   {tensorboard} --logdir {logdir}", soft_wrap=True)
 
@@ -228,6 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     scale = None if options.scale in (None, "none") else float(options.scale)
     recipes = [Recipe("own", options.lr or HEALTHY.lr, scale, options.qk_norm)] if own else [COLLAPSING, HEALTHY]
 
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # no words about accelerators there are not
     text = read_text()
     outcomes = [train(recipe, text, options.steps, options.seed, options.logdir) for recipe in recipes]
     show(outcomes, options.logdir)

@@ -23,7 +23,9 @@ def catalog_table() -> str:
         f"| `{row.name}` | {row.definition} | {row.unit or '-'} | {value_range(row)} | {row.worse or '-'} |"
         for row in STATISTICS.values()
     ]
-    return "\n".join(["| name | over allowed entries | unit | range | worse is |", "|---|---|---|---|---|", *rows]) + "\n"
+    return (
+        "\n".join(["| name | over allowed entries | unit | range | worse is |", "|---|---|---|---|---|", *rows]) + "\n"
+    )
 
 
 def value_range(row: Statistic) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
-from attn_monitor.capture.dataflow import Dataflow, Tag
 from attn_monitor.capture.layout import Axis, Layout, fresh
 from attn_monitor.capture.products import Product
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
+from attn_monitor.capture.tags import Tag, TagStore
 from attn_monitor.records import AttentionCall
 
 POOLED_HEADS = "the heads, if there are several, are folded into the batch and could not be told apart: pooled as one"
@@ -45,7 +45,7 @@ def _groups(axes: Sequence[Axis], depth: Sequence[Axis]) -> tuple[list[int], lis
 # -- fused kernels ----------------------------------------------------------------------------------------------
 
 
-def from_sdpa(flow: Dataflow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sighting | None:
+def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sighting | None:
     """Read a call of `F.scaled_dot_product_attention`; `None` where torch itself will refuse the shapes."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
     query, key, value, mask, dropout, causal, scale = (
@@ -54,11 +54,11 @@ def from_sdpa(flow: Dataflow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     check_measurable(query, key, value)
     if query.dim() != key.dim() or query.dim() < 2 or query.shape[-1] != key.shape[-1] or not query.shape[-1]:
         return None
-    tags = (flow.get(query), flow.get(key))
-    layout = tags[0].layout if tags[0] is not None and len(tags[0].layout) == query.dim() else fresh(query.shape)
+    found = (tags.get(query), tags.get(key))
+    layout = found[0].layout if found[0] is not None and len(found[0].layout) == query.dim() else fresh(query.shape)
     fold, note = _fold(query.dim(), layout)
     head_axes = layout[-3] if query.dim() >= 4 else ()
-    scales = [tag.scale.per_head(head_axes) if tag is not None and tag.kind == "activation" else 1.0 for tag in tags]
+    scales = [tag.scale.per_head(head_axes) if tag is not None and tag.kind == "activation" else 1.0 for tag in found]
     masks: tuple[Tensor, ...] = ()
     if mask is not None:
         shape = (*query.shape[:-1], key.shape[-2])
@@ -94,7 +94,7 @@ def _fold(dims: int, layout: Layout) -> tuple[Callable[[Tensor], Tensor], str]:
     count = math.prod(lengths[i] for i in heads)
 
     def fold(tensor: Tensor) -> Tensor:
-        apart = tensor.unflatten(0, lengths)
+        apart: Tensor = tensor.unflatten(0, lengths)
         trailing = range(len(lengths), apart.dim())
         return apart.permute(*batch, *heads, *trailing).reshape(-1, count, *tensor.shape[1:])
 
@@ -149,10 +149,10 @@ def is_attention(tag: Tag | None, dim: int) -> bool:
     return not tag.product.weights[0 if role == "left" else 1]
 
 
-def from_softmax(flow: Dataflow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sighting, Tag] | None:
+def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sighting, Tag] | None:
     """Read a call of any softmax; `None` if it is not attention."""
     logits = fn.argument(args, kwargs, 0, "input", "self")
-    tag = flow.get(logits)
+    tag = tags.get(logits)
     if tag is None or tag.product is None or len(tag.layout) != logits.dim():
         return None
     dim = fn.argument(args, kwargs, 1, "dim")

@@ -55,6 +55,7 @@ VIEW = _spellings(
     *("unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "__getitem__", "select", "narrow"),
     *("unbind", "chunk", "split", "tensor_split", "split_with_sizes"),
 ) | _properties("T", "mT", "H", "mH")
+INDEXING = _spellings("__getitem__", "select")
 SAME = _spellings(
     *("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "alias"),
     *("cuda", "cpu", "nan_to_num", "nan_to_num_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max"),
@@ -72,6 +73,11 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *name
     if len(args) > position:
         return args[position]
     return next((kwargs[name] for name in names if name in kwargs), default)
+
+
+def flat(values: Iterable[Any]) -> list[Any]:
+    """Return arguments with the tuples among them opened, as those of an index."""
+    return [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
 
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.adapters import from_sdpa, from_softmax
-from attn_monitor.capture.dataflow import Dataflow, Tag
+from attn_monitor.capture.dataflow import follow
 from attn_monitor.capture.sighting import Sighting, Sink, UnmeasurableError
+from attn_monitor.capture.tags import Tag, TagStore
 
 
 def _without_override_check() -> Callable[..., Any]:
@@ -37,7 +38,7 @@ class CaptureMode(TorchFunctionMode):
     def __init__(self, sink: Sink) -> None:
         super().__init__()
         self._sink = sink
-        self.flow = Dataflow(sink.unmeasured)
+        self.tags = TagStore(sink.unmeasured)
 
     def __torch_function__(
         self, func: fn.Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,22 +50,22 @@ class CaptureMode(TorchFunctionMode):
             with self:
                 return function(*args, **kwargs)
         if func is fn.SDPA:
-            return self._watched(func, args, kwargs, self._guard(from_sdpa, self.flow, args, kwargs))
+            return self._watched(func, args, kwargs, self._guard(from_sdpa, self.tags, args, kwargs))
         if func in fn.SOFTMAX:
             return self._softmax(func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, (Tensor, tuple, list)) or func in fn.SET_ITEM:
-            self._guard(self.flow.follow, func, args, kwargs, out)
+            self._guard(follow, self.tags, func, args, kwargs, out)
         return out
 
     def _softmax(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._guard(from_softmax, self.flow, args, kwargs)
+        found = self._guard(from_softmax, self.tags, args, kwargs)
         if found is None:
             return func(*args, **kwargs)
         sighting, tag = found
         if len(tag.layout) > 2:
             out = self._watched(func, args, kwargs, sighting)
-            self._guard(self.flow.put, out, Tag("probabilities", tag.layout))
+            self._guard(self.tags.put, out, Tag("probabilities", tag.layout))
             return out
         # Two dimensions may be one head's attention or a classifier's similarities: attention goes on to weigh values.
         out = func(*args, **kwargs)
@@ -73,7 +74,7 @@ class CaptureMode(TorchFunctionMode):
             self._sink.before(sighting)
             self._sink.after(sighting, out)
 
-        self._guard(self.flow.put, out, Tag("probabilities", tag.layout, on_use=use))
+        self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use))
         return out
 
     def _watched(

@@ -12,11 +12,13 @@ from torch import Tensor
 from attn_monitor.capture.layout import Axis, Layout, Role
 
 Number: TypeAlias = "float | Tensor"
+Dims: TypeAlias = "tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]"
+"""A letter per dimension of the left factor, the right factor and the product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What a tensor has been multiplied with: a number (or 0-dim tensor) and possibly one value per slice of an axis."""
+    """What a tensor has been multiplied with: a number or 0-dim tensor, and possibly a value per slice of an axis."""
 
     number: Number = 1.0
     axis: Axis | None = None
@@ -75,7 +77,7 @@ class Product:
     depth: int
 
 
-def matmul_dims(left: int, right: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+def matmul_dims(left: int, right: int) -> Dims:
     """Name the dimensions of a matmul of tensors with these numbers of dimensions."""
     batch = tuple(f"b{i}" for i in range(max(left, right) - 2))
     left_dims = (*batch[len(batch) - (left - 2) :], "m", "d")
@@ -83,9 +85,7 @@ def matmul_dims(left: int, right: int) -> tuple[tuple[str, ...], tuple[str, ...]
     return left_dims, right_dims, (*batch, "m", "n")
 
 
-def einsum_dims(
-    equation: str, left: int, right: int
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:
+def einsum_dims(equation: str, left: int, right: int) -> Dims | None:
     """Name the dimensions of an einsum of two operands, `None` for an equation with repeated letters."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     operands = inputs.split(",")
@@ -111,7 +111,7 @@ def einsum_dims(
 def multiply(
     left: Tensor,
     right: Tensor,
-    dims: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+    dims: Dims,
     layouts: tuple[Layout, Layout],
     scales: tuple[Scale, Scale],
     weights: tuple[bool, bool],

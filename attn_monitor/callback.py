@@ -1,0 +1,392 @@
+"""The Lightning callback: when to observe, at which step to log, what to do about an event."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from attn_monitor.capture.naming import Selection, check_selection
+from attn_monitor.catalog import FACTORS, GRADIENTS, HEADLINE, resolve_statistics
+from attn_monitor.evaluation import PREFIXES, EvaluationHooks
+from attn_monitor.lightning_compat import accumulating, log_interval, logged_step, loss_factor, stopping_waits
+from attn_monitor.observer import Observer
+from attn_monitor.probe import AttentionProbe, check_max_queries
+from attn_monitor.publishing import Publisher
+from attn_monitor.records import AttentionStatistics
+from attn_monitor.saturation import (
+    AttentionSaturationError,
+    AttentionWarning,
+    Changes,
+    SaturationEvent,
+    SaturationRule,
+    SaturationTracker,
+)
+from attn_monitor.settings import check_action, check_count, check_stages, describe
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+EventHandler = Callable[[Any, Any, Sequence[SaturationEvent]], None]
+"""Called with the trainer, the module and the events."""
+Action = Literal["warn", "stop", "raise"] | EventHandler
+
+_TRAIN = "train"
+_METHODS = {_TRAIN: "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_DEFAULT_RULE = SaturationRule()
+_LISTED = 20
+"""How many heads one warning lists at most."""
+
+
+class AttentionMonitor(EvaluationHooks):
+    """Watches the attention of a model while it trains, warns of heads that saturate and logs why.
+
+    The model needs no change, and training stays the same to the bit. The first training step of a fit is always
+    observed, then every step that Lightning logs. On the steps between nothing of the monitor is on the model.
+
+    **Logged metrics**, at the same x as `self.log`, to every logger and to `trainer.callback_metrics`:
+
+    | key | meaning | unit |
+    |---|---|---|
+    | `attn_<statistic>/<layer>` | mean over the layer's heads | see below |
+    | `attn_<statistic>_max/<layer>` | worst head, where larger is worse | see below |
+    | `attn_<statistic>_min/<layer>` | worst head, where smaller is worse | see below |
+    | `attn_monitor/saturated_heads` | heads with an open event | heads |
+    | `attn_monitor/observed_layers` | layers in this record | layers |
+    | `attn_monitor/saturation_ratio_max` | largest saturation ratio of any head | 1 |
+
+    Statistics logged by default: `logit_std`, `logit_row_std`, `logit_max` (logits, a pure number),
+    `entropy_normalized` (0 one-hot .. 1 uniform), `jacobian_trace` (0 saturated .. 1 uniform), `grad_logits_norm` (norm
+    of the loss gradient; per head, pooled over the optimizer step). `entropy` is in nats. TensorBoard also gets an
+    image of layers x heads for each of them, every per-head number as a tensor, and a text for each event.
+
+    Evaluation stages are opt-in. Each run of one makes a record of its own from all batches of all its dataloaders,
+    with tags that start with `val_`, `test_` or `predict_`; it holds no gradients and opens no events (its
+    `saturated_heads` counts the heads above the limit). Observing them turns off the fused fast path of
+    `nn.TransformerEncoder`, which changes the outputs of padded positions.
+
+    Args:
+        modules: Which modules' attention to watch: a name, a glob, a module type, a predicate `(name, module) ->
+            bool`, or a list of these. `None`: all that is found.
+        statistics: The statistics to log, `None` for the default above.
+        every_n_steps: Observe every so many optimizer steps, `None` for the trainer's `log_every_n_steps`.
+        max_queries: Look at that many query rows of a call only; faster, and the statistics are estimates.
+        gradients: Whether to measure gradients.
+        per_call: Whether a module that is called several times per forward gets a record for each call.
+        saturation: When a head counts as saturated.
+        on_saturation: What to do beside warning: `"warn"` nothing; `"stop"` stop the training, or `"raise"`
+            `AttentionSaturationError`, after the step that made an event critical; or call a function `(trainer,
+            pl_module, events)` with all events that are new or became critical.
+        stages: Where to observe, of `"train"`, `"validate"`, `"test"` and `"predict"`.
+        history_size: How many records `history` keeps.
+
+    Attributes:
+        events: Every event so far, oldest first.
+        history: The latest training records, `(step, {layer: AttentionStatistics})`, oldest first.
+        evaluations: The latest record of each evaluation stage, `{stage: {layer: AttentionStatistics}}`.
+
+    Raises:
+        ValueError: If an argument is out of its range; on fit start, if `modules` matches no module.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> from attn_monitor import AttentionMonitor, SaturationRule
+        >>> monitor = AttentionMonitor(every_n_steps=10, saturation=SaturationRule(patience=2), on_saturation="stop")
+        >>> monitor.events
+        []
+
+        Then `Trainer(callbacks=[monitor]).fit(model)`, and `tensorboard --logdir lightning_logs`.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Selection = None,
+        statistics: Iterable[str] | None = None,
+        every_n_steps: int | None = None,
+        max_queries: int | None = None,
+        gradients: bool = True,
+        per_call: bool = False,
+        saturation: SaturationRule = _DEFAULT_RULE,
+        on_saturation: Action = "warn",
+        stages: Iterable[str] = (_TRAIN,),
+        history_size: int = 256,
+    ) -> None:
+        super().__init__()
+        check_selection(modules)
+        check_max_queries(max_queries)
+        check_action(on_saturation)
+        if every_n_steps is not None:
+            check_count("every_n_steps", every_n_steps, least=1)
+        check_count("history_size", history_size, least=0)
+        if not isinstance(saturation, SaturationRule):
+            raise TypeError(f"`saturation` expects a SaturationRule, got {saturation!r}. Write SaturationRule(...).")
+        self.modules = modules
+        self.statistics = resolve_statistics(statistics, HEADLINE)
+        self.every_n_steps = every_n_steps
+        self.max_queries = max_queries
+        self.gradients = gradients
+        self.per_call = per_call
+        self.saturation = saturation
+        self.on_saturation = on_saturation
+        self.stages = check_stages(stages)
+        if not gradients:
+            if statistics is not None and (unmeasured := sorted(self.statistics & GRADIENTS)):
+                raise ValueError(f"`statistics` names {unmeasured}, which gradients=False does not measure.")
+            self.statistics -= GRADIENTS
+        self.history: deque[tuple[int, Mapping[str, AttentionStatistics]]] = deque(maxlen=history_size)
+        self.evaluations: dict[str, Mapping[str, AttentionStatistics]] = {}
+        self._tracker = SaturationTracker(saturation)
+        self._restored = False
+        self._state_key = self._generate_state_key(
+            modules=describe(modules),
+            statistics=sorted(self.statistics),
+            every_n_steps=every_n_steps,
+            sampling=(max_queries, gradients, per_call),
+            saturation=saturation,
+            on_saturation=describe(on_saturation),
+            stages=self.stages,
+            history_size=history_size,
+        )
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Start without anything that belongs to a model, a trainer or a logger."""
+        self._observers: dict[str, Observer] = {}
+        self._publishers: dict[str, Publisher] = {}
+        self._module: weakref.ref[LightningModule] | None = None
+        self._first_step: int | None = None
+        self._losses = 0
+        self._loss_factor = 1.0
+        self._notices: list[str] = []
+        self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        clean = object.__new__(type(self))
+        clean.__dict__.update(self.__dict__)
+        clean._forget_run()  # hooks, tensors and writers stay with the running fit
+        return clean.__dict__
+
+    @property
+    def events(self) -> list[SaturationEvent]:
+        """Every event so far, oldest first."""
+        return self._tracker.events
+
+    @property
+    def state_key(self) -> str:
+        """Tells monitors of different settings apart in a checkpoint."""
+        return self._state_key
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the events and what is remembered of each head, as plain values."""
+        return self._tracker.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint; a state that does not fit is ignored with a warning."""
+        try:
+            self._tracker.load_state_dict(state_dict)
+            self._restored = True
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._notices.append(f"the monitor's state in the checkpoint is ignored: {error}")
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the choice of modules, and start afresh for another model."""
+        another = self._module is not None and self._module() is not pl_module
+        notices = self._notices
+        self._forget_run()
+        self._notices = notices
+        if another and not self._restored:
+            self._tracker.forget()
+        self._module = weakref.ref(pl_module)
+        if _TRAIN in self.stages:
+            self.start_stage(_TRAIN, trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Observe this batch if its optimizer step is one to log."""
+        if _TRAIN in self._observers and self._due(trainer):
+            self.start_batch(_TRAIN, trainer)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Note by what Lightning multiplied the loss of this backward pass."""
+        if self._pooling(_TRAIN):
+            self._loss_factor = loss_factor(trainer, pl_module)
+            self._losses += pl_module.automatic_optimization
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Expect backward passes outside of Lightning, whose loss nothing multiplies."""
+        self._loss_factor = 1.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Leave the model alone again; after the last batch of the optimizer step make the record."""
+        if not self._pooling(_TRAIN):
+            return
+        self.end_batch(_TRAIN, trainer)
+        if accumulating(trainer):
+            return
+        step = logged_step(trainer)
+        statistics = self._observers[_TRAIN].collect(losses=max(self._losses, 1))
+        self._losses = 0
+        self._audit(_TRAIN, pl_module, statistics)
+        self.history.append((step, statistics))
+        changes = self._tracker.update(step, statistics)
+        self._publishers[_TRAIN].publish(trainer, step, statistics, self._tracker.open_heads, changes.opened)
+        self._respond(trainer, pl_module, changes)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop an optimizer step that the end of the epoch cut short."""
+        self._discard()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let go of the model."""
+        self._discard()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind."""
+        self._end_run()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind."""
+        self._end_run()
+        self._tell(trainer)
+
+    # -- all stages -------------------------------------------------------------------------------------------------
+
+    def start_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare to observe a run of the stage.
+
+        Raises:
+            ValueError: If the chosen modules match none of the model's.
+        """
+        if stage not in self.stages:
+            return
+        if stage not in self._observers:
+            training = stage == _TRAIN
+            probe = AttentionProbe(
+                pl_module,
+                modules=self.modules,
+                statistics=self.statistics | set(FACTORS) | self.saturation.requires,
+                max_queries=self.max_queries,
+                gradients=self.gradients and training,
+                per_call=self.per_call,
+                grad_scale=self._current_loss_factor if training else 1.0,
+            )
+            probe.check_modules()
+            self._observers[stage] = Observer(probe, _METHODS[stage], self._notices.append)
+            chosen = self.statistics if training else self.statistics - GRADIENTS
+            prefix = PREFIXES.get(stage, "")
+            self._publishers[stage] = Publisher(chosen, self.saturation, prefix, self._notices.append)
+        if not trainer.loggers:
+            self._notices.append("the trainer has no logger; events, history and callback_metrics work without one")
+        self._tell(trainer)
+
+    def start_batch(self, stage: str, trainer: Trainer) -> None:
+        """Observe from here on."""
+        if stage in self._observers:
+            self._observers[stage].begin()
+            self._tell(trainer)
+
+    def end_batch(self, stage: str, trainer: Trainer) -> None:
+        """Stop to observe."""
+        if self._pooling(stage):
+            self._observers[stage].end()
+            self._tell(trainer)
+
+    def end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the record of a run of an evaluation stage."""
+        if not self._pooling(stage):
+            return
+        statistics = self._observers[stage].collect()
+        self._audit(stage, pl_module, statistics)
+        self.evaluations[stage] = statistics
+        above = sum(
+            int((self.saturation.ratio(stats) > self.saturation.limit(stats)).sum()) for stats in statistics.values()
+        )
+        self._publishers[stage].publish(trainer, logged_step(trainer), statistics, above)
+        self._tell(trainer)
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _due(self, trainer: Trainer) -> bool:
+        step = logged_step(trainer)
+        if self._first_step is None:
+            self._first_step = step
+        every = log_interval(trainer) if self.every_n_steps is None else self.every_n_steps
+        return step == self._first_step or (every > 0 and (step + 1) % every == 0)
+
+    def _pooling(self, stage: str) -> bool:
+        return stage in self._observers and self._observers[stage].pooling
+
+    def _current_loss_factor(self) -> float:
+        return self._loss_factor
+
+    def _discard(self) -> None:
+        self._losses = 0
+        for observer in self._observers.values():
+            observer.discard()
+
+    def _end_run(self) -> None:
+        self._discard()
+        self._observers.clear()
+        self._publishers.clear()
+
+    def _audit(self, stage: str, pl_module: LightningModule, statistics: Mapping[str, AttentionStatistics]) -> None:
+        """Say once what a record lacks."""
+        observer = self._observers[stage]
+        if missing := [f"{layer} ({why})" for layer, why in observer.skipped.items() if layer not in self._said]:
+            self._said.update(observer.skipped)
+            self._notices.append(f"seen, but not measured: {', '.join(missing)}")
+        elif not statistics and not observer.skipped:
+            found = ", ".join(observer.probe.owners) or "none"
+            where = f"modules={describe(self.modules)}" if self.modules is not None else type(pl_module).__name__
+            self._notices.append(
+                f"no attention was seen in {where} while {_METHODS[stage]} ran (modules with attention: {found}). "
+                "Attention by a custom kernel can be shown with attn_monitor.observe_attention"
+            )
+        if self._restored and stage == _TRAIN:
+            self._restored = False
+            if unknown := sorted(self._tracker.layers - statistics.keys()):
+                self._tracker.forget(unknown)
+                self._notices.append(f"the checkpoint remembers layers that this model did not run: {unknown}")
+
+    def _respond(self, trainer: Trainer, pl_module: LightningModule, changes: Changes) -> None:
+        """Warn of new events and do what the user wants done."""
+        affected = [*changes.opened, *changes.escalated]
+        critical = [event for event in affected if event.severity == "critical"]
+        raising = critical if self.on_saturation == "raise" else []
+        lines = _listing([event for event in changes.opened if event not in raising])
+        if self.on_saturation == "stop" and critical and not trainer.should_stop:
+            trainer.should_stop = True
+            waits = stopping_waits(trainer)
+            lines.append(f"training stops{f' once {waits} is reached' if waits else ''}, for {critical[0]}")
+        if lines:
+            self._notices.append("\n".join(lines))
+        self._tell(trainer)
+        if raising:
+            raise AttentionSaturationError(raising)
+        if callable(self.on_saturation) and affected:
+            self.on_saturation(trainer, pl_module, affected)
+
+    def _tell(self, trainer: Trainer) -> None:
+        """Warn of everything there is to tell, each text once a run; only here, where nothing of ours is caught."""
+        notices, self._notices[:] = list(self._notices), []
+        for notice in notices:
+            if notice not in self._said:
+                self._said.add(notice)
+                if trainer.is_global_zero:
+                    warnings.warn(f"AttentionMonitor: {notice}", AttentionWarning, stacklevel=2)
+
+
+def _listing(events: Sequence[SaturationEvent]) -> list[str]:
+    """Return the lines of a warning, the worst heads first."""
+    if not events:
+        return []
+    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
+    more = [f"  and {len(worst) - _LISTED} more, all in `monitor.events`"] if len(worst) > _LISTED else []
+    noun = "head is" if len(worst) == 1 else "heads are"
+    return [f"{len(worst)} {noun} newly saturated:", *(f"  {event}" for event in worst[:_LISTED]), *more]

@@ -1,0 +1,81 @@
+"""Rules for masks that fill blocked scores with a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_monitor.capture.tags import Step, Tag, TagStore, kept
+
+BLOCKED = -9000.0
+"""Fill values and additive mask entries at or below this are masks."""
+
+
+def masked_fill(tags: TagStore, step: Step) -> None:
+    """Follow ``scores.masked_fill(blocked, value)``."""
+    if (tag := tags.get(step.args[0])) is not None:
+        _fill(tags, tag, step.args[0], step.argument(1, "mask"), step.argument(2, "value"), step.out)
+
+
+def where(tags: TagStore, step: Step) -> None:
+    """Follow ``torch.where(allowed, scores, value)``, and as a method of the scores."""
+    condition, chosen, other = (
+        step.argument(0, "condition"),
+        step.argument(1, "input", "self"),
+        step.argument(2, "other"),
+    )
+    if not isinstance(condition, Tensor):
+        return
+    if condition.dtype not in (torch.bool, torch.uint8):  # scores.where(allowed, value)
+        condition, chosen = step.argument(1, "condition"), condition
+    found = tags.operand((chosen, other), step.out) if isinstance(step.out, Tensor) else None
+    if found is not None and isinstance(condition, Tensor):
+        index, tag = found
+        blocked = ~condition.bool() if index == 0 else condition.bool()
+        _fill(tags, tag, (chosen, other)[index], blocked, (other, chosen)[index], step.out)
+
+
+def _fill(tags: TagStore, tag: Tag, source: Tensor, blocked: Tensor, value: Any, out: Tensor) -> None:
+    layout = kept(tag, source, out)
+    if tag.kind != "scores" or source.shape != out.shape:
+        tags.carry(tag, out, layout, masks=())
+    elif isinstance(value, Tensor):
+        # Whether the value is a mask's is decided with the numbers, without waiting for the device here.
+        mask = torch.where(blocked, value.detach().to(torch.float32), 0.0)
+        tags.carry(tag, out, layout, masks=(*tag.masks, mask), plain=False)
+    elif value <= BLOCKED:
+        tags.carry(tag, out, layout, masks=(*tag.masks, ~blocked))
+    else:
+        tags.carry(tag, out, layout, plain=False)
+
+
+def set_item(tags: TagStore, step: Step) -> None:
+    """Follow ``scores[blocked] = value``."""
+    target, index, value = step.args
+    if (tag := tags.get(target)) is None:
+        return
+    if tag.kind == "scores":
+        blocked = _indexed(index, target.dim()) if not isinstance(value, Tensor) and value <= BLOCKED else None
+        masks = tag.masks if blocked is None else (*tag.masks, ~blocked)
+        tags.put(target, replace(tag, masks=masks, plain=tag.plain and blocked is not None))
+    elif tag.kind == "weight":
+        tags.put(target, None)
+
+
+def _indexed(index: Any, dims: int) -> Tensor | None:
+    """Return the entries that a bool index names, broadcastable to a tensor with `dims` dimensions."""
+    items = index if isinstance(index, tuple) else (index,)
+    masks = [i for i, item in enumerate(items) if isinstance(item, Tensor)]
+    rest = [item for item in items if not isinstance(item, Tensor)]
+    if len(masks) != 1 or items[masks[0]].dtype is not torch.bool:
+        return None
+    if any(not isinstance(item, EllipsisType) and item != slice(None) for item in rest):
+        return None
+    mask: Tensor = items[masks[0]]
+    after_ellipsis = any(isinstance(item, EllipsisType) for item in items[: masks[0]])
+    trailing = len(items) - masks[0] - 1 if after_ellipsis else dims - mask.dim() - masks[0]
+    return mask.reshape(mask.shape + (1,) * trailing)

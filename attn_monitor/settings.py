@@ -1,0 +1,53 @@
+"""Checks of the callback's arguments: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+STAGES = ("train", "validate", "test", "predict")
+ACTIONS = ("warn", "stop", "raise")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` expects a whole number, got {value!r} of type {type(value).__name__}.")
+    if value < least:
+        raise ValueError(f"`{name}` expects a whole number of at least {least}, got {value}.")
+
+
+def check_action(action: object) -> None:
+    """Raise unless `action` is something `on_saturation` can do."""
+    if callable(action) or (isinstance(action, str) and action in ACTIONS):
+        return
+    raise ValueError(
+        f"`on_saturation` expects one of {list(ACTIONS)} or a callable (trainer, pl_module, events), got {action!r}."
+    )
+
+
+def check_stages(stages: Iterable[str]) -> tuple[str, ...]:
+    """Return the stages in their usual order.
+
+    Raises:
+        TypeError: If `stages` is a single string or no collection.
+        ValueError: If it is empty or holds an unknown stage.
+    """
+    if isinstance(stages, str) or not isinstance(stages, Iterable):
+        raise TypeError(f"`stages` expects a collection of stage names, got {stages!r}. Write stages=({stages!r},).")
+    chosen = list(stages)
+    if unknown := [stage for stage in chosen if stage not in STAGES]:
+        raise ValueError(f"`stages` expects some of {list(STAGES)}, got {unknown[0]!r}.")
+    if not chosen:
+        raise ValueError(f"`stages` is empty, so nothing would ever be observed. Choose from {list(STAGES)}.")
+    return tuple(stage for stage in STAGES if stage in chosen)
+
+
+def describe(setting: object) -> str:
+    """Return a text for a setting that is the same in every process: functions by name and place, not by address."""
+    if isinstance(setting, (list, tuple)):
+        return f"[{', '.join(describe(item) for item in setting)}]"
+    if isinstance(setting, str) or setting is None:
+        return repr(setting)
+    name = f"{getattr(setting, '__module__', '')}.{getattr(setting, '__qualname__', type(setting).__qualname__)}"
+    code = getattr(setting, "__code__", None)
+    return f"{name}:{code.co_firstlineno}" if code is not None else name
