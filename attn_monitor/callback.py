@@ -358,17 +358,21 @@ class AttentionMonitor(EvaluationHooks):
         """Warn of new events and do what the user wants done."""
         affected = [*changes.opened, *changes.escalated]
         critical = [event for event in affected if event.severity == "critical"]
-        raising = critical if self.on_saturation == "raise" else []
-        lines = _listing([event for event in changes.opened if event not in raising])
-        if self.on_saturation == "stop" and critical and not trainer.should_stop:
+        raising = self.on_saturation == "raise" and bool(critical)
+        stopping = self.on_saturation == "stop" and bool(critical) and not trainer.should_stop
+        told = critical if raising or stopping else []
+        lines = _listing("", [event for event in changes.opened if event not in told], "newly saturated")
+        if stopping:
             trainer.should_stop = True
             waits = stopping_waits(trainer)
-            lines.append(f"training stops{f' once {waits} is reached' if waits else ''}, for {critical[0]}")
+            lines += _listing(
+                f"training stops{f' as soon as {waits} allow it' if waits else ''}, ", critical, "critical"
+            )
         if lines:
             self._notices.append("\n".join(lines))
         self._tell(trainer)
         if raising:
-            raise AttentionSaturationError(raising)
+            raise AttentionSaturationError(critical)
         if callable(self.on_saturation) and affected:
             self.on_saturation(trainer, pl_module, affected)
 
@@ -382,11 +386,11 @@ class AttentionMonitor(EvaluationHooks):
                     warnings.warn(f"AttentionMonitor: {notice}", AttentionWarning, stacklevel=2)
 
 
-def _listing(events: Sequence[SaturationEvent]) -> list[str]:
+def _listing(start: str, events: Sequence[SaturationEvent], what: str) -> list[str]:
     """Return the lines of a warning, the worst heads first."""
     if not events:
         return []
     worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
     more = [f"  and {len(worst) - _LISTED} more, all in `monitor.events`"] if len(worst) > _LISTED else []
     noun = "head is" if len(worst) == 1 else "heads are"
-    return [f"{len(worst)} {noun} newly saturated:", *(f"  {event}" for event in worst[:_LISTED]), *more]
+    return [f"{start}{len(worst)} {noun} {what}:", *(f"  {event}" for event in worst[:_LISTED]), *more]

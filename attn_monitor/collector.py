@@ -64,13 +64,20 @@ class Collector:
         self._sites: dict[str, list[CallSite]] = {}
         self._counts: dict[Hashable, int] = {}
         self.sums: dict[str, AttentionSums] = {}
-        self.skipped: dict[str, str] = {}
+        self._skipped: dict[str, str] = {}
+        self._lost: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.owners: dict[str, nn.Module] = {}
         self.missed = False
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
         self._taps = GradientTaps(self._deliver, self._gradient_failed)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Attention that was seen and not measured, with the reason."""
+        measured = {record.partition("@")[0].partition("#")[0] for record in self.sums}
+        return {**{name: why for name, why in self._lost.items() if name not in measured}, **self._skipped}
 
     def begin(
         self,
@@ -107,7 +114,8 @@ class Collector:
         """Forget what was collected; what was discovered stays."""
         self._taps.remove()
         self.sums.clear()
-        self.skipped.clear()
+        self._skipped.clear()
+        self._lost.clear()
         self.notes.clear()
         self._first_pass.clear()
         self._unplaced.clear()
@@ -131,7 +139,11 @@ class Collector:
         """Take note of attention in the running module that can't be measured."""
         name, owner = self._owner()
         if owner is None or is_selected(self._names.get(owner, ""), self._selected):
-            self.skipped.setdefault(name, reason)
+            self._skipped.setdefault(name, reason)
+
+    def lost(self, error: Exception) -> None:
+        """Take note that scores in the running module can't be followed any further."""
+        self._lost.setdefault(self._owner()[0], f"its scores could not be followed: {_told(error)}")
 
     def failed(self, error: Exception) -> None:
         """Take note of an error of ours in the running module."""
@@ -145,7 +157,7 @@ class Collector:
 
     def not_observed(self, name: str, reason: str) -> None:
         """Take note of a call the user shows that can't be measured."""
-        self.skipped.setdefault(name, reason)
+        self._skipped.setdefault(name, reason)
 
     # -- which record -----------------------------------------------------------------------------------------------
 
@@ -206,7 +218,7 @@ class Collector:
     # -- sums -------------------------------------------------------------------------------------------------------
 
     def _merge(self, record: str, sums: AttentionSums) -> None:
-        if record.partition("@")[0] in self.skipped or record in self.skipped:
+        if record.partition("@")[0] in self._skipped or record in self._skipped:
             return
         before = self.sums.get(record)
         self.sums[record] = sums if before is None else before.merge(sums)
@@ -253,10 +265,14 @@ class Collector:
 
     def _fail(self, record: str, error: Exception) -> None:
         """Drop a layer that raised: half of its numbers would be worse than none."""
-        text = str(error).strip().splitlines()
-        self.skipped[record] = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        self._skipped[record] = _told(error)
         for name in [name for name in self.sums if name == record or name.startswith(f"{record}@")]:
             del self.sums[name]
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _fingerprint(sighting: Sighting) -> Tensor:

@@ -30,11 +30,11 @@ def attention_gradient_sums(call: AttentionCall, grad_output: Tensor) -> Attenti
     """
     if call.value is None or call.query is None:
         raise ValueError("The gradients of a fused kernel need query, key and value; this call lacks one.")
-    expected = (*call.query.shape[:3], call.value.shape[-1])
-    if tuple(grad_output.shape) != expected:
-        raise ValueError(f"`grad_output` expects the output's shape {expected}, got {tuple(grad_output.shape)}.")
-    tiled = TiledCall.of(call)
-    with undisturbed(tiled.device):
+    with undisturbed(call.query):
+        expected = (*call.query.shape[:3], call.value.shape[-1])
+        if tuple(grad_output.shape) != expected:
+            raise ValueError(f"`grad_output` expects the output's shape {expected}, got {tuple(grad_output.shape)}.")
+        tiled = TiledCall.of(call)
         totals_3H = _zeros(3, call.shape.heads, tiled.device)
         for items, part in tiled.batches():
             for tile in part.tiles():
@@ -46,8 +46,8 @@ def attention_gradient_sums(call: AttentionCall, grad_output: Tensor) -> Attenti
 
 def qualifying_entries(call: AttentionCall) -> Tensor:
     """Return True for the entries whose gradients count, broadcastable to [B, H, Q, K]."""
-    tiled = TiledCall.of(call)
-    with undisturbed(tiled.device):
+    with undisturbed(call.query if call.logits is None else call.logits):
+        tiled = TiledCall.of(call)
         entries_BHQK = torch.zeros(call.shape, dtype=torch.bool, device=tiled.device)
         for items, part in tiled.batches():
             for tile in part.tiles():
@@ -82,7 +82,7 @@ def softmax_gradient_sums(
             f"broadcast to, got {[tuple(grad.shape) for grad in given]}."
         )
     shape = CallShape(*full)
-    with undisturbed(given[0].device):
+    with undisturbed(given[0]):
         rows = qualifying.any(-1).expand(shape[:3]).sum((0, 2))
         logits, probs = (
             None if grad is None else _kept_squares(grad, qualifying) for grad in (grad_logits, grad_probs)
@@ -112,7 +112,8 @@ def _tile_sums(part: TiledCall, tile: Tile, grad_output_bHtV: Tensor) -> Tensor:
         grad_probs.masked_fill_(blocked, 0)
     probs_sq = _row_squares(grad_probs)
     logits_sq = _row_squares(_softmax_backward(logits, grad_probs, part.call.sinks))
-    return torch.stack([torch.where(qualifying, value, 0).sum((0, 2)) for value in (1.0, logits_sq, probs_sq)])
+    squares = [torch.where(qualifying, squared, 0).sum((0, 2)) for squared in (logits_sq, probs_sq)]
+    return torch.stack([qualifying.sum((0, 2)).to(squares[0].dtype), *squares])
 
 
 def _softmax_backward(logits_bHtk: Tensor, grad_probs_bHtk: Tensor, sinks: Tensor | None) -> Tensor:

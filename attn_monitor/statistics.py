@@ -7,7 +7,6 @@ tile. Tiles are float32 (float64 for float64 inputs); what is pooled over rows i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.masking import allowed_count, drop_, finite_indicator
 from attn_monitor.records import AttentionCall
-from attn_monitor.sums import AttentionSums, LayerFacts, pool_moments, state_dtype
+from attn_monitor.rows import RowValues
+from attn_monitor.sums import MOMENTS, AttentionSums, LayerFacts, state_dtype
 from attn_monitor.tiles import Tile, TiledCall, per_head, undisturbed
 
 _EXTREMA = frozenset({"logit_max", "logit_min"})
@@ -81,50 +81,29 @@ def attention_sums(
         max_queries: Look at so many random rows at most. All statistics are estimates then, and there are no extrema.
         generator: For the choice of rows, on the CPU; the same rows each time without one.
     """
-    tiled = TiledCall.of(call)
-    shape = call.shape
-    sampled = max_queries is not None and shape.queries > max_queries
-    wanted = _Wanted.by(call, statistics, sampled)
-    facts = LayerFacts(
-        measured=wanted.measured,
-        approximate=wanted.measured if sampled else frozenset(),
-        head_dim=call.head_dim if call.query is None else call.query.shape[-1],
-        keys=shape.keys,
-        calls=1,
-    )
-    with undisturbed(tiled.device):
+    with undisturbed(call.query if call.logits is None else call.logits):
+        tiled, shape = TiledCall.of(call), call.shape
+        sampled = max_queries is not None and shape.queries > max_queries
         if max_queries is not None and sampled:
             tiled = tiled.sampled(max_queries, generator)
-        rows = _Rows(tiled)
+        wanted = _Wanted.by(call, statistics, sampled)
+        rows = RowValues(shape, tiled.device)
         keys = torch.zeros((2, shape.heads), device=tiled.device, dtype=rows.dtype)
         for items, part in tiled.batches():
             visible = _visible_keys(part) if wanted.keys or wanted.first_key else None
             first = _first_visible(visible) if visible is not None and wanted.first_key else None
             if visible is not None and wanted.keys:
-                keys += _key_squares(part, visible).to(rows.dtype)
+                keys += _key_squares(part, visible)
             for tile in part.tiles():
-                rows.put(items, tile, _row_values(part, tile, wanted, first))
+                rows.put(items, tile.rows, _row_values(part, tile, wanted, first))
+        facts = LayerFacts(
+            measured=wanted.measured,
+            approximate=wanted.measured if sampled else frozenset(),
+            head_dim=call.head_dim if call.query is None else call.query.shape[-1],
+            keys=shape.keys,
+            calls=1,
+        )
         return _pooled(rows, call, wanted, keys, facts)
-
-
-class _Rows:
-    """Values of each row, [B, H, Q], filled tile by tile; a value that is never put is 0."""
-
-    def __init__(self, tiled: TiledCall) -> None:
-        self.shape = tiled.call.shape[:3]
-        self.device = tiled.device
-        self.dtype = state_dtype(self.device)
-        self.values: dict[str, Tensor] = {}
-
-    def put(self, items: slice, tile: Tile, values: Mapping[str, Tensor | int]) -> None:
-        for name, value in values.items():
-            if name not in self.values:
-                self.values[name] = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
-            self.values[name][items, :, tile.rows] = value
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self.values.get(name)
-        return torch.zeros(self.shape, device=self.device, dtype=self.dtype) if value is None else value
 
 
 def _reshapes_products(call: AttentionCall) -> bool:
@@ -257,83 +236,22 @@ def _at_first_key(powers_bHtk: Tensor, first_b: Tensor) -> Tensor:
     return powers_bHtk.gather(-1, index)[..., 0] * inside[:, None, None]
 
 
-def _pooled(rows: _Rows, call: AttentionCall, wanted: _Wanted, keys_2H: Tensor, facts: LayerFacts) -> AttentionSums:
-    """Combine the rows of each head in float64."""
-    heads, like = call.shape.heads, keys_2H
-    allowed, finite = rows["allowed"], rows["logit_n"]
-    seen = allowed > 0
-    values = {
-        "rows": seen.sum((0, 2)),
-        "masked_rows": (~seen).sum((0, 2)),
-        "nonfinite": (allowed - finite).sum((0, 2)),
-    }
-    if wanted.moments:
-        values |= _spread_sums(finite, rows["logit_m2"])
-    if wanted.probabilities:
-        values |= _probability_sums(rows, call.sinks is not None)
-    if wanted.queries:
-        scale = per_head(call.query_scale, heads, like)
-        values["q_n"] = _kept_sum(rows["q_n"], seen)
-        values["q_sq"] = _kept_sum(rows["q_sq"], seen) / scale.square()
+def _pooled(rows: RowValues, call: AttentionCall, wanted: _Wanted, keys_2H: Tensor, facts: LayerFacts) -> AttentionSums:
+    """Combine the rows of each head and add what the call itself says."""
+    heads = call.shape.heads
+    values = rows.sums(sink=call.sinks is not None)
+    if wanted.queries and "q_sq" in values:
+        values["q_sq"] /= per_head(call.query_scale, heads, keys_2H).square()
     if wanted.keys:
-        values["k_n"], values["k_sq"] = keys_2H[0], keys_2H[1] / per_head(call.key_scale, heads, like).square()
+        values["k_n"], values["k_sq"] = keys_2H[0], keys_2H[1] / per_head(call.key_scale, heads, keys_2H).square()
     if call.scale is not None:
-        values["scale_n"] = torch.ones(heads, device=like.device, dtype=like.dtype)
-        parts = (call.scale, call.query_scale, call.key_scale)
-        values["scale_sum"] = math.prod((per_head(part, heads, like) for part in parts), start=values["scale_n"])
-    moments = {"logit": _row_moments(rows, "logit")}
-    if wanted.qk_apart or wanted.qk_alike:
-        moments["qk"] = _row_moments(rows, "qk") if wanted.qk_apart else moments["logit"]
+        parts = [per_head(part, heads, keys_2H) for part in (call.scale, call.query_scale, call.key_scale)]
+        values["scale_n"], values["scale_sum"] = torch.ones_like(parts[0]), parts[0] * parts[1] * parts[2]
+    moments = {name: rows.moments(name) for name in MOMENTS}
     return AttentionSums.build(
         values,
-        moments=moments,
-        largest=_extremum(rows["largest"], finite) if wanted.largest else None,
-        negated_smallest=_extremum(rows["negated_smallest"], finite) if wanted.smallest else None,
+        moments={"logit": moments["logit"], "qk": moments["logit" if wanted.qk_alike else "qk"]},
+        largest=rows.extremum("largest") if wanted.largest else None,
+        negated_smallest=rows.extremum("negated_smallest") if wanted.smallest else None,
         facts=facts,
     )
-
-
-def _kept_sum(values_BHQ: Tensor, keep_BHQ: Tensor) -> Tensor:
-    return torch.where(keep_BHQ, values_BHQ, 0).sum((0, 2))
-
-
-def _extremum(values_BHQ: Tensor, finite_BHQ: Tensor) -> Tensor:
-    """Return the largest value of the rows that have one, [H], -inf for a head without."""
-    values_HR = torch.where(finite_BHQ > 0, values_BHQ, -math.inf).transpose(0, 1).flatten(1)
-    nothing = torch.full((len(values_HR), 1), -math.inf, device=values_HR.device, dtype=values_HR.dtype)
-    return torch.cat([values_HR, nothing], dim=1).amax(1)
-
-
-def _row_moments(rows: _Rows, name: str) -> Tensor:
-    stacked_BQ3H = torch.stack([rows[f"{name}_{part}"] for part in ("n", "mean", "m2")]).permute(1, 3, 0, 2)
-    return pool_moments(stacked_BQ3H.flatten(0, 1))
-
-
-def _spread_sums(finite: Tensor, deviation: Tensor) -> dict[str, Tensor]:
-    several = finite >= 2
-    variance = deviation / finite.clamp(min=1)
-    return {
-        "row_n": several.sum((0, 2)),
-        "row_var": _kept_sum(variance, several),
-        "row_critical": _kept_sum(variance / (2 * finite.log()), several),
-    }
-
-
-def _probability_sums(rows: _Rows, sink: bool) -> dict[str, Tensor]:
-    allowed, finite = rows["allowed"], rows["logit_n"]
-    outcomes = allowed + sink
-    valid = (allowed > 0) & (outcomes >= 2) & (finite == allowed)
-    rest1, rest2, rest3 = rows["rest1"], rows["rest2"], rows["rest3"]
-    total = 1 + rest1
-    entropy = rest1.log1p() + rows["weighted"] / total
-    one_minus_squares = (2 * rest1 + rest1.square() - rest2) / total.square()
-    jacobian_sq = rest1.square() + rest2 * total.square() - 2 * rest3 * total + 2 * rest2 + rest2.square()
-    values = {
-        "entropy": entropy,
-        "entropy_normalized": entropy / outcomes.log(),
-        "max_probability": rows["top"] / total,
-        "sink_mass": (rows["first"] + rows["sink"]) / total,
-        "jacobian_trace": one_minus_squares / (1 - 1 / outcomes),
-        "jacobian_norm": jacobian_sq.clamp(min=0).sqrt() / total.square(),
-    }
-    return {"prob_n": valid.sum((0, 2)), **{name: _kept_sum(value, valid) for name, value in values.items()}}

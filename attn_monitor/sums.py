@@ -188,7 +188,7 @@ class AttentionSums(LayerFacts):
         )
 
     def divided_gradients(self, scale: float | Tensor) -> AttentionSums:
-        """Return the sums with all gradients divided by a number or a 0-dim tensor, such as the scale of a loss."""
+        """Return the sums with all gradients divided by a number or a 0-dim tensor, such as the scale of the loss."""
         if isinstance(scale, Tensor):
             scale = scale.detach().to(self.additive.device, self.additive.dtype, non_blocking=True)
         elif scale == 1:

@@ -33,16 +33,14 @@ class Tile(NamedTuple):
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Compute in full precision, unseen by autograd, autocast and the function modes of others."""
-    autocast = torch.amp.is_autocast_available(device.type)
-    with (
-        _full_matmul_precision(),
-        torch.no_grad(),
-        torch.autocast(device.type if autocast else "cpu", enabled=False),
-        torch._C.DisableTorchFunction(),
-    ):
-        yield
+def undisturbed(tensor: Tensor | None) -> Iterator[None]:
+    """Compute on the tensor's device in full precision, unseen by autograd, autocast and others' function modes."""
+    with torch._C.DisableTorchFunction():
+        device = "cpu" if tensor is None else tensor.device.type
+        if not torch.amp.is_autocast_available(device):
+            device = "cpu"
+        with _full_matmul_precision(), torch.no_grad(), torch.autocast(device, enabled=False):
+            yield
 
 
 @contextmanager

@@ -60,7 +60,9 @@ def test_every_number_in_the_event_file_equals_the_one_computed_by_hand(tmp_path
     for name in HEADLINE:
         curve = events.Scalars(f"attn_{name}/{LAYER}")
         assert [point.step for point in curve] == list(range(6))
-        assert [point.value for point in curve] == pytest.approx([float(row[name].mean()) for row in expected], rel=1e-5)
+        assert [point.value for point in curve] == pytest.approx(
+            [float(row[name].mean()) for row in expected], rel=1e-5
+        )
         if worst[name]:
             curve = events.Scalars(f"attn_{name}_{worst[name]}/{LAYER}")
             extreme = [float(getattr(row[name], worst[name] or "")()) for row in expected]
@@ -164,11 +166,8 @@ def csv_steps(logger: CSVLogger, column: str) -> list[int]:
         return [int(row["step"]) for row in csv.DictReader(file) if row[column]]
 
 
-@pytest.mark.parametrize("model", [TwoOptimizers, Lit])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("model", "accumulate"), [(TwoOptimizers, 1), (Lit, 1), (Lit, 2)])
 def test_the_x_values_are_those_of_self_log(tmp_path: Path, model: type[Lit], accumulate: int) -> None:
-    if model is TwoOptimizers and accumulate > 1:
-        pytest.skip("Lightning refuses accumulation with manual optimization")
     logger = CSVLogger(tmp_path)
     monitor = AttentionMonitor()
     trainer = quiet(
@@ -332,7 +331,11 @@ def test_batches_without_a_loss_are_not_counted_and_a_cut_step_is_dropped() -> N
         ({"modules": 3}, TypeError, r"`modules` expects a module name or glob"),
         ({"modules": []}, ValueError, r"empty list"),
         ({"saturation": 0.5}, TypeError, r"`saturation` expects a SaturationRule, got 0.5"),
-        ({"on_saturation": "halt"}, ValueError, r"`on_saturation` expects one of \['warn', 'stop', 'raise'\] or a call"),
+        (
+            {"on_saturation": "halt"},
+            ValueError,
+            r"`on_saturation` expects one of \['warn', 'stop', 'raise'\] or a call",
+        ),
         ({"on_saturation": None}, ValueError, r"got None"),
         ({"stages": "train"}, TypeError, r"Write stages=\('train',\)"),
         ({"stages": ("fit",)}, ValueError, r"`stages` expects some of .* got 'fit'"),

@@ -14,7 +14,7 @@ from attn_monitor.catalog import GRADIENTS
 from attn_monitor.gradients import attention_gradient_sums, qualifying_entries, softmax_gradient_sums
 from attn_monitor.records import AttentionCall
 from tests.reference import assert_matches, dense_logits, gradient_reference
-from tests.test_functional import NoSync
+from tests.test_functional import hostile_surroundings
 
 B, H, G, Q, K, D, V = 2, 6, 3, 11, 13, 7, 5
 NORMS = ("grad_logits_norm", "grad_probs_norm", "gradient_gain")
@@ -29,7 +29,7 @@ def make_options(kind: str) -> dict[str, Any]:
     rows = torch.rand(Q, K) > 0.4
     rows[2] = False
     rows[3] = torch.arange(K) == 4  # one allowed key: its gradient does not count
-    return {
+    options: dict[str, dict[str, Any]] = {
         "none": {},
         "causal": {"is_causal": True},
         "bool": {"masks": (torch.rand(B, 1, Q, K) > 0.5,)},
@@ -37,7 +37,8 @@ def make_options(kind: str) -> dict[str, Any]:
         "additive": {"masks": (torch.randn(H, Q, K), torch.where(rows, 0.0, -1e9))},
         "softcap": {"softcap": 1.5, "is_causal": True},
         "sinks": {"sinks": torch.linspace(-3, 20, H), "is_causal": True},
-    }[kind]
+    }
+    return options[kind]
 
 
 KINDS = ["none", "causal", "bool", "masked rows", "additive", "softcap", "sinks"]
@@ -187,14 +188,17 @@ def test_empty_axes_measure_nothing(empty: str) -> None:
     assert stats.grad_logits_norm is None
 
 
-def test_nothing_waits_for_the_device_and_autocast_changes_nothing() -> None:
+def test_nothing_waits_for_the_device_and_surroundings_change_nothing() -> None:
     query, key, value, grad_output = make_tensors()
     call = AttentionCall(query=query, key=key, value=value, is_causal=True, sinks=torch.zeros(H))
     expected = attention_gradient_sums(call, grad_output)
     before = grad_output.clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16), NoSync():
+    grad_logits = torch.randn(B, H, Q, K)
+    softmax_expected = softmax_gradient_sums(qualifying_entries(call), grad_logits=grad_logits)
+    with hostile_surroundings():
         sums = attention_gradient_sums(call, grad_output)
-        softmax_gradient_sums(qualifying_entries(call), grad_logits=torch.zeros(B, H, Q, K))
+        softmax_sums = softmax_gradient_sums(qualifying_entries(call), grad_logits=grad_logits)
+    torch.testing.assert_close(softmax_sums.additive, softmax_expected.additive, rtol=0, atol=0)
     torch.testing.assert_close(sums.additive, expected.additive, rtol=0, atol=0)
     assert torch.equal(grad_output, before)
 

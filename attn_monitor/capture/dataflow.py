@@ -50,6 +50,8 @@ _PROJECTIONS = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d"})
 
 def follow(tags: TagStore, function: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Tag what a torch function returned, from the tags of what it was given."""
+    if isinstance(out, Tensor) and out.is_nested:
+        return  # has no axes to speak of
     rule = _RULES.get(function)
     if rule is not None:
         rule(tags, Step(function, args, kwargs, out))

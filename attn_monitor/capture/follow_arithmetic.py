@@ -68,9 +68,10 @@ def _factor(other: Any, source: Tensor, tag: Tag, *, invert: bool) -> tuple[Scal
 
 
 def negate(tags: TagStore, step: Step) -> None:
-    """Follow a change of sign."""
+    """Follow a change of sign: of scores a part of the scale, of half a query (rotary embedding) not."""
     if (tag := tags.get(step.args[0])) is not None:
-        tags.carry(tag, step.out, tag.layout, scale=tag.scale.times(-1.0) or tag.scale)
+        scale = tag.scale.times(-1.0) if tag.kind == "scores" else tag.scale
+        tags.carry(tag, step.out, tag.layout, scale=scale or tag.scale)
 
 
 def add(tags: TagStore, step: Step) -> None:

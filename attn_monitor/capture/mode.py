@@ -55,8 +55,17 @@ class CaptureMode(TorchFunctionMode):
             return self._softmax(func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, (Tensor, tuple, list)) or func in fn.SET_ITEM:
-            self._guard(follow, self.tags, func, args, kwargs, out)
+            self._follow(func, args, kwargs, out)
         return out
+
+    def _follow(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        try:
+            with DisableTorchFunction():
+                follow(self.tags, func, args, kwargs, out)
+        except Exception as error:
+            # The trail ends here. That matters only where it was the scores'.
+            if any((tag := self.tags.get(t)) is not None and tag.kind == "scores" for t in fn.tensors(args)):
+                self._sink.lost(error)
 
     def _softmax(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._guard(from_softmax, self.tags, args, kwargs)

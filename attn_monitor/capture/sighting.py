@@ -47,5 +47,8 @@ class Sink(Protocol):
     def unmeasured(self, reason: str) -> None:
         """Take note of attention in the running module that can't be measured."""
 
+    def lost(self, error: Exception) -> None:
+        """Take note that scores in the running module can't be followed any further."""
+
     def failed(self, error: Exception) -> None:
         """Take note of an error of ours in the running module."""

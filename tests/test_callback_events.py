@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor, nn
+
+from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationEvent, SaturationRule
+from attn_monitor.saturation import AttentionWarning
+from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet, read_events
+
+pytestmark = LIGHTNING_ADVICE
+
+
+class Scripted(Lit):
+    """Multiplies the queries of step i by the i-th gain, so that the ratio of head 1 is that number."""
+
+    def __init__(self, ratios: Sequence[float], layers: int = 1) -> None:
+        super().__init__(*["hand"] * layers)
+        self.ratios = ratios
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for block in self.net.blocks:
+            with torch.no_grad():
+                nn.init.zeros_(block.qkv.weight)
+                nn.init.zeros_(block.qkv.bias)
+                # Logits of both heads are x_0 * gain * keys with keys of two values: the row std is |x_0| * gain / 2.
+                block.qkv.weight[6, 0] = 1.0
+                block.qkv.weight[18, 1] = 2 * 6 * self.ratios[self.global_step]
+        rows = torch.ones_like(batch[0])
+        rows[..., 1] = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.5])  # population std 0.4472
+        rows[..., 1] = (rows[..., 1] - 0.5) / rows[..., 1].std(correction=0, dim=-1, keepdim=True) / 2
+        return self.loss([rows])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(model: Lit, monitor: AttentionMonitor, count: int, **settings: Any) -> tuple[Any, list[str]]:
+    """Train and return the trainer and the monitor's warnings, those about the missing logger left out."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet(callbacks=[monitor, *settings.pop("callbacks", [])], **settings)
+        trainer.fit(model, loader(count))
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
+    return trainer, [text for text in said if "no logger" not in text]
+
+
+def test_the_script_sets_the_ratio_of_one_head() -> None:
+    monitor = AttentionMonitor(saturation=SaturationRule(threshold=99))
+    fit(Scripted([0.25, 1.0]), monitor, 2)
+    ratios = [monitor.saturation.ratio(record["net.blocks.0"]).tolist() for _, record in monitor.history]
+    assert ratios == [[0.0, pytest.approx(0.25)], [0.0, pytest.approx(1.0)]]
+
+
+def test_a_head_is_warned_of_once_until_it_recovers() -> None:
+    monitor = AttentionMonitor()
+    _, said = fit(Scripted([0.3, 0.6, 0.9, 1.5, 0.6, 0.3, 0.6, 0.6]), monitor, 8)
+    assert [(event.step, event.head, event.severity) for event in monitor.events] == [
+        (1, 1, "critical"),  # escalated at step 3
+        (6, 1, "warning"),
+    ]
+    assert len(said) == 2
+    assert said[0].startswith("AttentionMonitor: 1 head is newly saturated:\n  step 1: head 1 of net.blocks.0 is")
+    assert "(limit 0.5)" in said[0]
+    assert "step 6: head 1 of net.blocks.0" in said[1]
+
+
+def test_one_warning_per_step_names_every_head() -> None:
+    monitor = AttentionMonitor()
+    _, (said,) = fit(Scripted([0.7], layers=3), monitor, 1)
+    assert said.startswith("AttentionMonitor: 3 heads are newly saturated:")
+    assert all(f"head 1 of net.blocks.{layer}" in said for layer in range(3))
+
+
+def test_a_long_list_is_cut_to_the_worst() -> None:
+    monitor = AttentionMonitor()
+    _, (said,) = fit(Scripted([0.7], layers=25), monitor, 1)
+    assert said.count("\n") == 21
+    assert said.endswith("and 5 more, all in `monitor.events`")
+    assert len(monitor.events) == 25
+
+
+def test_saturated_heads_counts_the_open_events(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    monitor = AttentionMonitor(saturation=SaturationRule(release=0.5))
+    fit(Scripted([0.3, 0.6, 0.3, 0.2], layers=2), monitor, 4, logger=logger)
+    events = read_events(logger.log_dir)
+    assert [point.value for point in events.Scalars("attn_monitor/saturated_heads")] == [0.0, 2.0, 2.0, 0.0]
+    texts = events.Tensors("attn_monitor/events/text_summary")
+    assert [text.tensor_proto.string_val[0].decode() for text in texts] == [str(event) for event in monitor.events]
+    assert [text.step for text in texts] == [1, 1]
+
+
+def test_events_are_flushed_at_once(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, flush_secs=10_000, max_queue=10_000)
+    seen: list[int] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(len(read_events(logger.log_dir).Tags()["scalars"]))
+
+    fit(Scripted([0.6]), AttentionMonitor(), 1, logger=logger, callbacks=[Look()])
+    assert seen[0] > 0
+
+
+def test_warn_lets_a_critical_run_go_on() -> None:
+    trainer, said = fit(Scripted([5.0, 5.0, 5.0]), AttentionMonitor(on_saturation="warn"), 3)
+    assert (trainer.global_step, len(said)) == (3, 1)
+
+
+def test_stop_ends_the_fit_after_the_step_that_made_an_event_critical() -> None:
+    monitor = AttentionMonitor(on_saturation="stop")
+    trainer, said = fit(Scripted([0.6, 0.9, 1.0, 1.0, 1.0]), monitor, 5)
+    assert (trainer.global_step, trainer.should_stop) == (3, True)
+    assert len(said) == 2
+    assert said[1].startswith(
+        "AttentionMonitor: training stops, 1 head is critical:\n  step 0: head 1 of net.blocks.0 is saturated, "
+    )
+    assert monitor.events[0].severity == "critical"
+
+
+def test_stop_says_that_it_waits_for_the_least_number_of_steps() -> None:
+    monitor = AttentionMonitor(on_saturation="stop")
+    trainer, (said,) = fit(Scripted([1.5] * 9), monitor, 9, min_steps=4)
+    assert said.startswith(
+        "AttentionMonitor: training stops as soon as min_epochs=1 and min_steps=4 allow it, 1 head is critical:\n"
+    )
+    assert "step 0: head 1 of net.blocks.0 is saturated" in said
+    assert trainer.global_step == 9  # Lightning takes min_epochs=1 where only min_steps is given
+
+
+def test_stop_ignores_a_mere_warning() -> None:
+    trainer, _ = fit(Scripted([0.6, 0.9, 0.7]), AttentionMonitor(on_saturation="stop"), 3)
+    assert (trainer.global_step, trainer.should_stop) == (3, False)
+
+
+def test_raise_ends_the_fit_with_the_critical_events(tmp_path: Path) -> None:
+    monitor = AttentionMonitor(on_saturation="raise")
+    logger = TensorBoardLogger(tmp_path)
+    model = Scripted([0.6, 1.2, 1.2])
+    with pytest.raises(AttentionSaturationError, match=r"step 0: head 1 of net\.blocks\.0 is saturated") as raised:
+        fit(model, monitor, 3, logger=logger)
+    assert raised.value.events == monitor.events
+    assert (model.global_step, [event.severity for event in monitor.events]) == (2, ["critical"])
+    assert [point.step for point in read_events(logger.log_dir).Scalars("attn_monitor/saturated_heads")] == [0, 1]
+
+
+def test_a_callable_is_given_new_and_escalated_events() -> None:
+    calls: list[tuple[int, list[str]]] = []
+
+    def note(trainer: Any, pl_module: Any, events: Sequence[SaturationEvent]) -> None:
+        calls.append((trainer.global_step, [event.severity for event in events]))
+        assert isinstance(pl_module, Scripted)
+
+    fit(Scripted([0.3, 0.6, 0.7, 1.2, 1.3, 0.1, 1.1]), AttentionMonitor(on_saturation=note), 7)
+    assert calls == [(2, ["warning"]), (4, ["critical"]), (7, ["critical"])]
+
+
+def test_an_error_in_the_users_callable_is_the_users() -> None:
+    def broken(trainer: Any, pl_module: Any, events: Sequence[SaturationEvent]) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        fit(Scripted([0.6]), AttentionMonitor(on_saturation=broken), 1)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_nan_and_inf_are_counted_flagged_and_said(broken: float) -> None:
+    model = Lit("hand")
+    with torch.no_grad():
+        model.net.blocks[0].qkv.bias[0] = broken  # one query entry of head 0 ...
+        model.net.blocks[0].qkv.bias[12] = 100.0  # ... that meets positive key entries only
+    monitor = AttentionMonitor()
+    trainer, said = fit(model, monitor, 3)
+    assert trainer.global_step == 3
+    first = monitor.history[0][1]["net.blocks.0"]
+    assert first.nonfinite.tolist() == [3 * 5 * 5, 0]
+    event = monitor.events[0]
+    assert (event.step, event.head, event.statistic, event.value, event.severity) == (0, 0, "nonfinite", 75, "critical")
+    assert "step 0: head 0 of net.blocks.0 has 75 allowed logits that are nan or inf" in said[0]
+    metric = trainer.callback_metrics
+    assert all(value.isfinite() for key, value in metric.items() if key.startswith("attn_"))
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("on_train_epoch_end", [True, False])
+def test_early_stopping_and_checkpoints_can_watch_the_monitor_from_the_first_epoch(
+    tmp_path: Path, order: int, on_train_epoch_end: bool
+) -> None:
+    key = "attn_monitor/saturated_heads"
+    stopping = EarlyStopping(
+        key, mode="min", patience=9, stopping_threshold=-1, check_on_train_epoch_end=on_train_epoch_end, strict=True
+    )
+    checkpoint = ModelCheckpoint(
+        tmp_path, monitor=key, save_top_k=3, filename="{epoch}", save_on_train_epoch_end=on_train_epoch_end
+    )
+    callbacks: list[Callback] = [AttentionMonitor(every_n_steps=2), stopping, checkpoint]
+    trainer = quiet(
+        callbacks=list([*permutations(callbacks)][5 * order]),
+        max_epochs=2,
+        enable_checkpointing=True,
+        num_sanity_val_steps=2,
+    )
+    with pytest.warns(AttentionWarning, match="newly saturated"):
+        trainer.fit(Scripted([0.3, 0.3, 0.3, 0.6]), loader(2), loader(1))
+    assert float(stopping.best_score) == 0.0
+    assert sorted(float(score) for score in checkpoint.best_k_models.values()) == [0.0, 1.0]
+
+
+def test_early_stopping_stops_on_it() -> None:
+    stopping = EarlyStopping("attn_monitor/saturated_heads", divergence_threshold=0.5, check_on_train_epoch_end=True)
+    trainer = quiet(callbacks=[stopping, AttentionMonitor()], max_epochs=5)
+    with pytest.warns(AttentionWarning):
+        trainer.fit(Scripted([0.3, 0.6, 0.6, 0.6, 0.6]), loader(1))
+    assert trainer.current_epoch == 2
+
+
+def test_the_memory_of_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    ratios = [0.3, 0.6, 0.6, 0.6]
+    path = tmp_path / "half.ckpt"
+    first = AttentionMonitor()
+    trainer, said = fit(Scripted(ratios), first, 1, max_epochs=2)
+    assert len(said) == 1
+    trainer.save_checkpoint(path)
+    torch.load(path, weights_only=True)
+
+    second = AttentionMonitor()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet(callbacks=[second], max_epochs=4).fit(Scripted(ratios), loader(1), ckpt_path=path)
+    assert not [w for w in caught if "newly saturated" in str(w.message)]
+    assert second.events == first.events
+    assert [step for step, _ in second.history] == [2, 3]
+
+
+def test_states_that_do_not_fit_are_ignored_with_a_warning() -> None:
+    monitor = AttentionMonitor()
+    monitor.load_state_dict({"version": 99})
+    _, said = fit(Lit("hand"), monitor, 1)
+    assert said == [
+        "AttentionMonitor: the monitor's state in the checkpoint is ignored: "
+        "expected a saturation state of version 1, got 99"
+    ]
+
+    donor = AttentionMonitor()
+    fit(Scripted([0.6], layers=2), donor, 1)
+    heir = AttentionMonitor()
+    heir.load_state_dict(donor.state_dict())
+    trainer, said = fit(Lit("hand"), heir, 2)
+    assert said == ["AttentionMonitor: the checkpoint remembers layers that this model did not run: ['net.blocks.1']"]
+    assert trainer.callback_metrics["attn_monitor/saturated_heads"] == 0
+
+
+def test_another_model_starts_with_a_clean_memory_but_keeps_the_events() -> None:
+    monitor = AttentionMonitor()
+    _, first = fit(Scripted([0.6, 0.6]), monitor, 1)
+    _, second = fit(Scripted([0.6, 0.6]), monitor, 1)
+    assert (len(first), len(second), len(monitor.events)) == (1, 1, 2)
+
+
+def test_monitors_of_different_settings_have_different_and_stable_keys() -> None:
+    def only_decoder(name: str, module: nn.Module) -> bool:
+        return name.startswith("decoder")
+
+    settings: list[dict[str, Any]] = [
+        {},
+        {"modules": "a"},
+        {"modules": ["a", nn.MultiheadAttention]},
+        {"modules": only_decoder},
+        {"modules": lambda name, module: True},
+        {"modules": lambda name, module: False},
+        {"statistics": ["entropy"]},
+        {"every_n_steps": 5},
+        {"saturation": SaturationRule(patience=2)},
+        {"on_saturation": "stop"},
+        {"stages": ("train", "test")},
+        {"history_size": 1},
+    ]
+    keys = [AttentionMonitor(**setting).state_key for setting in settings]
+    assert len(set(keys)) == len(keys)
+    assert [AttentionMonitor(**setting).state_key for setting in settings] == keys
+    assert not any(" at 0x" in key for key in keys)
+
+
+def test_two_monitors_are_saved_and_resumed_side_by_side(tmp_path: Path) -> None:
+    def monitors() -> list[AttentionMonitor]:
+        return [AttentionMonitor(modules="net.blocks.0"), AttentionMonitor(modules="net.blocks.1")]
+
+    trainer = quiet(callbacks=monitors())
+    with pytest.warns(AttentionWarning):
+        trainer.fit(Scripted([0.6] * 2, layers=2), loader(1))
+    trainer.save_checkpoint(tmp_path / "both.ckpt")
+    resumed = monitors()
+    quiet(callbacks=resumed, max_epochs=2).fit(
+        Scripted([0.6] * 2, layers=2), loader(1), ckpt_path=tmp_path / "both.ckpt"
+    )
+    assert [[event.layer for event in monitor.events] for monitor in resumed] == [["net.blocks.0"], ["net.blocks.1"]]
+
+
+def test_a_pickled_monitor_keeps_its_events_and_nothing_of_the_run() -> None:
+    monitor = AttentionMonitor(on_saturation="stop")
+    fit(Scripted([0.6]), monitor, 1)
+    copied = pickle.loads(pickle.dumps(monitor))
+    assert (copied.events, copied.state_key) == (monitor.events, monitor.state_key)
+    assert [step for step, _ in copied.history] == [0]
+    fit(Scripted([0.3, 0.3]), copied, 2)
+    assert len(copied.history) == 3
