@@ -162,6 +162,7 @@ class AttentionMonitor(EvaluationHooks):
         self._loss_factor = 1.0
         self._notices: list[str] = []
         self._said: set[str] = set()
+        self._said_of: set[tuple[str, str]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         clean = object.__new__(type(self))
@@ -230,10 +231,12 @@ class AttentionMonitor(EvaluationHooks):
         if accumulating(trainer):
             return
         step = logged_step(trainer)
-        statistics = self._observers[_TRAIN].collect(losses=max(self._losses, 1))
+        record = self._observers[_TRAIN].collect(losses=max(self._losses, 1))
         self._losses = 0
-        self._audit(_TRAIN, pl_module, statistics)
-        self.history.append((step, statistics))
+        if record is not None:
+            self._audit(_TRAIN, pl_module, record)
+            self.history.append((step, record))
+        statistics = record or {}  # the model-wide tags must exist, or EarlyStopping ends the run
         changes = self._tracker.update(step, statistics)
         self._publishers[_TRAIN].publish(trainer, step, statistics, self._tracker.open_heads, changes.opened)
         self._respond(trainer, pl_module, changes)
@@ -301,9 +304,11 @@ class AttentionMonitor(EvaluationHooks):
         """Make the record of a run of an evaluation stage."""
         if not self._pooling(stage):
             return
-        statistics = self._observers[stage].collect()
-        self._audit(stage, pl_module, statistics)
-        self.evaluations[stage] = statistics
+        record = self._observers[stage].collect()
+        if record is not None:
+            self._audit(stage, pl_module, record)
+            self.evaluations[stage] = record
+        statistics = record or {}
         above = sum(
             int((self.saturation.ratio(stats) > self.saturation.limit(stats)).sum()) for stats in statistics.values()
         )
@@ -338,10 +343,9 @@ class AttentionMonitor(EvaluationHooks):
     def _audit(self, stage: str, pl_module: LightningModule, statistics: Mapping[str, AttentionStatistics]) -> None:
         """Say once what a record lacks."""
         observer = self._observers[stage]
-        if missing := [f"{layer} ({why})" for layer, why in observer.skipped.items() if layer not in self._said]:
-            self._said.update(observer.skipped)
-            self._notices.append(f"seen, but not measured: {', '.join(missing)}")
-        elif not statistics and not observer.skipped:
+        self._tell_of_layers("seen, but not measured", observer.skipped)
+        self._tell_of_layers("good to know", observer.notes)
+        if observer.records == 1 and not statistics and not observer.skipped:
             found = ", ".join(observer.probe.owners) or "none"
             where = f"modules={describe(self.modules)}" if self.modules is not None else type(pl_module).__name__
             self._notices.append(
@@ -353,6 +357,12 @@ class AttentionMonitor(EvaluationHooks):
             if unknown := sorted(self._tracker.layers - statistics.keys()):
                 self._tracker.forget(unknown)
                 self._notices.append(f"the checkpoint remembers layers that this model did not run: {unknown}")
+
+    def _tell_of_layers(self, start: str, texts: Mapping[str, str]) -> None:
+        new = {layer: text for layer, text in texts.items() if (start, layer) not in self._said_of}
+        self._said_of.update((start, layer) for layer in new)
+        if new:
+            self._notices.append(f"{start}: {', '.join(f'{layer} ({text})' for layer, text in new.items())}")
 
     def _respond(self, trainer: Trainer, pl_module: LightningModule, changes: Changes) -> None:
         """Warn of new events and do what the user wants done."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -59,7 +59,7 @@ class Collector:
         self._running: Callable[[], list[nn.Module]] = list
         self._names: Mapping[nn.Module, str] = {}
         self._selected: frozenset[str] | None = None
-        self._complete = True
+        self._explored: Collection[nn.Module] = ()
         self._root = ""
         self._sites: dict[str, list[CallSite]] = {}
         self._counts: dict[Hashable, int] = {}
@@ -86,7 +86,7 @@ class Collector:
         selected: frozenset[str] | None,
         root: str,
         *,
-        complete: bool,
+        explored: Collection[nn.Module],
     ) -> None:
         """Prepare for the hooks of one attachment.
 
@@ -95,10 +95,11 @@ class Collector:
             names: The names of all modules.
             selected: The names of the selected modules.
             root: What the root is shown as.
-            complete: Whether all modules are hooked; if not, attention at a new place is left to the next time.
+            explored: Modules of which only the owners of attention are hooked. A new place in one of these may belong
+                to a module inside it, and is left to the next time, when all are hooked.
         """
         self._running, self._names, self._selected, self._root = running, names, selected, root
-        self._complete = complete
+        self._explored = explored
         self._counts.clear()
 
     def start(self) -> None:
@@ -182,7 +183,7 @@ class Collector:
             inner = [full for full in known if full[: len(site)] == site] if in_backward() else []
             if inner:
                 site = inner[0]
-            elif not self._complete:
+            elif owner in self._explored:
                 self.missed = True
                 return None
             else:

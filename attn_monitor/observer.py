@@ -22,15 +22,20 @@ class Observer:
     Attributes:
         probe: The probe.
         pooling: Whether batches were observed that are not collected yet.
+        records: How many records were collected.
         skipped: What the last record had to leave out, and why.
+        notes: What to know about the last record.
     """
 
     def __init__(self, probe: AttentionProbe, method: str, report: Callable[[str], None]) -> None:
         self.probe = probe
         self.pooling = False
+        self.records = 0
         self.skipped: Mapping[str, str] = {}
+        self.notes: Mapping[str, str] = {}
         self._method = method
         self._report = report
+        self._lost = False
 
     def begin(self) -> None:
         """Observe from here on."""
@@ -43,8 +48,8 @@ class Observer:
         with self._surviving("detaching from the model"):
             self.probe.detach()
 
-    def collect(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
-        """Return the pooled statistics and start afresh; empty after an error.
+    def collect(self, losses: int = 1) -> Mapping[str, AttentionStatistics] | None:
+        """Return the pooled statistics and start afresh; `None` after an error.
 
         Args:
             losses: Over how many losses the optimizer step takes the mean.
@@ -52,9 +57,11 @@ class Observer:
         statistics: Mapping[str, AttentionStatistics] = {}
         with self._surviving("computing the statistics"), torch.inference_mode(False):
             statistics = self.probe.compute(losses=losses)
-            self.skipped = dict(self.probe.skipped)
+            self.skipped, self.notes = dict(self.probe.skipped), dict(self.probe.notes)
+        lost = self._lost
         self.discard()
-        return statistics
+        self.records += not lost
+        return None if lost else statistics
 
     def discard(self) -> None:
         """Detach and forget what was seen. Harmless at any time."""
@@ -62,10 +69,12 @@ class Observer:
         self.end()
         with self._surviving("resetting"):
             self.probe.reset()
+        self._lost = False
 
     @contextmanager
     def _surviving(self, doing: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            self._lost = True
             self._report(f"{doing} failed, this record is lost: {type(error).__name__}: {error}")

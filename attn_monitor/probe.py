@@ -168,14 +168,12 @@ class AttentionProbe:
         names = canonical_names(self._model)
         selected = select_modules(self._modules, names)
         owners = set(self._collector.owners.values())
-        everything = self._collector.missed or not self._called
-        hooked = [
-            module
-            for module in names
-            if everything or module is self._model or module in owners or module not in self._called
-        ]
+        if self._collector.missed:
+            self._called.clear()
+        hooked = [module for module in names if module is self._model or module in owners or module not in self._called]
         self._collector.missed = False
-        self._collector.begin(self._tracker.stack, names, selected, self._root_name(), complete=everything)
+        explored = set(self._called)
+        self._collector.begin(self._tracker.stack, names, selected, self._root_name(), explored=explored)
         self._attached = True
         try:
             if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes seconds

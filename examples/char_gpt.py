@@ -230,7 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
     scale = None if options.scale in (None, "none") else float(options.scale)
     recipes = [Recipe("own", options.lr or HEALTHY.lr, scale, options.qk_norm)] if own else [COLLAPSING, HEALTHY]
 
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # no words about accelerators there are not
+    for package in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(package).setLevel(logging.WARNING)  # no words about accelerators there are not
     text = read_text()
     outcomes = [train(recipe, text, options.steps, options.seed, options.logdir) for recipe in recipes]
     show(outcomes, options.logdir)

@@ -243,3 +243,13 @@ def assert_matches(
             floor = absolute
         close = torch.isclose(value.double(), wanted, rtol=relative, atol=floor, equal_nan=True)
         assert bool(close.all()), f"{name}: expected {wanted.tolist()}, got {value.tolist()}"
+
+
+def assert_same(found: AttentionStatistics, wanted: AttentionStatistics, *, relative: float = 1e-5) -> None:
+    """Compare two records that must hold the same statistics with the same values."""
+    names = wanted.measured().keys()
+    assert found.measured().keys() == names
+    for name in names:
+        value, expected = found.measured()[name], wanted.measured()[name]
+        close = torch.isclose(value, expected, rtol=relative, atol=1e-7, equal_nan=True)
+        assert bool(close.all()), f"{name}: expected {expected.tolist()}, got {value.tolist()}"

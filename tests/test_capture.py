@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_monitor import AttentionProbe, AttentionStatistics
-from tests.reference import assert_matches, attention_reference, gradient_reference
+from tests.reference import assert_matches, assert_same, attention_reference, gradient_reference
 from tests.spellings import ALLOWED, SCALE, SPELLINGS, Attention, B, D, E, H, Spelling, T
 
 
@@ -103,8 +103,7 @@ def test_cross_attention_with_other_widths_and_extra_keys() -> None:
         found.append(only(dict(probe.compute())))
     assert [stats.keys for stats in found] == [11, 11]
     assert found[0].rows.tolist() == [10] * 4
-    for name, value in found[0].measured().items():
-        torch.testing.assert_close(value, found[1].measured()[name], msg=lambda text, name=name: f"{name}: {text}")
+    assert_same(found[0], found[1])
 
 
 def test_encoder_and_decoder_layers_are_found_by_their_names() -> None:
@@ -174,8 +173,7 @@ def test_grouped_queries_in_five_dimensions_are_counted_as_heads() -> None:
     model.function = fused
     wanted = only(watched(model, x))
     assert found.heads == wanted.heads == groups * width
-    for name, value in wanted.measured().items():
-        torch.testing.assert_close(found.measured()[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    assert_same(found, wanted)
 
 
 def test_windows_are_batch() -> None:

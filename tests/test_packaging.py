@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import zipfile
@@ -67,3 +68,26 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert "attn_monitor/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"attn_monitor"}
+
+
+ROOMS = {
+    "words": {"catalog", "records"},
+    "numerics": {"functional", "arguments", "statistics", "gradients", "sums", "metric", "rows", "tiles", "masking"},
+    "judging": {"saturation", "diagnosis"},
+    "capture": {"capture"},
+    "probe": {"probe", "collector", "taps"},
+    "showing": {"tensorboard", "colors"},
+    "lightning": {"callback", "publishing", "evaluation", "observer", "settings", "lightning_compat"},
+}
+"""The rooms of docs/design.md, from the ground up."""
+FLOORS = {module: floor for floor, modules in enumerate(ROOMS.values()) for module in modules}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "attn_monitor").rglob("*.py")), ids=lambda path: path.stem)
+def test_imports_run_downwards(path: Path) -> None:
+    module = path.relative_to(ROOT / "attn_monitor").parts[0].removesuffix(".py")
+    if module == "__init__":
+        return
+    imports = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    used = {name.split(".")[1] for name in imports if name.startswith("attn_monitor.")}
+    assert {name for name in used if FLOORS[name] > FLOORS[module]} == set()

@@ -44,13 +44,11 @@ class _Hook:
         return _nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (_module(__name__), "_nothing")
+        return _inert, ()
 
 
-def _module(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(name)
+def _inert() -> Callable[..., None]:
+    return _nothing
 
 
 class _EntryPoint:

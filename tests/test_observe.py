@@ -1,0 +1,93 @@
+"""What the user shows: kernels no one can see into, and other softmaxes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attn_monitor import AttentionProbe, observe_attention, observe_logits
+from tests.reference import assert_matches, attention_reference, softmax_reference
+
+B, H, G, Q, K, D = 2, 6, 3, 7, 11, 5
+
+
+class Kernel(nn.Module):
+    """An attention by hand that shows itself."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        observe_attention("kernel", q, k, is_causal=True, scale=0.7, enable_gqa=True, softcap=3.0)
+        return q.sum() + k.sum()
+
+
+def test_a_shown_kernel_equals_the_reference() -> None:
+    q, k = torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
+    model = Kernel()
+    with AttentionProbe(model) as probe:
+        model(q, k)
+    stats = probe.compute()["kernel"]
+    assert_matches(stats, attention_reference(q, k, is_causal=True, scale=0.7, softcap=3.0))
+    assert stats.grad_logits_norm is None
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_shown_logits_have_their_gradient(reentrant: bool | None) -> None:
+    class Contrastive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = nn.Linear(D, D), nn.Linear(D, D)
+            self.logits: Tensor | None = None
+
+        def score(self, x: Tensor) -> Tensor:
+            logits = self.image(x) @ self.text(x).T
+            observe_logits("contrastive", logits, head_dim=D)
+            return F.cross_entropy(logits, torch.arange(len(x)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if reentrant is None:
+                return self.score(x)
+            loss: Tensor = checkpoint(self.score, x, use_reentrant=reentrant)
+            return loss
+
+    model, x = Contrastive(), torch.randn(Q, D)
+    with AttentionProbe(model) as probe:
+        model(x.requires_grad_()).backward()
+    stats = probe.compute()["contrastive"]
+    with torch.no_grad():
+        logits = model.image(x) @ model.text(x).T
+    assert_matches(stats, softmax_reference(logits[None, None], torch.ones(Q, Q, dtype=torch.bool)))
+    gradient = (logits.double().softmax(-1) - torch.eye(Q)) / Q
+    assert stats.grad_logits_norm is not None
+    torch.testing.assert_close(stats.grad_logits_norm, gradient.norm()[None], rtol=1e-5, atol=0)
+    assert (stats.calls, stats.head_dim, stats.scale) == (1, D, None)
+
+
+def test_nothing_happens_when_nothing_watches() -> None:
+    observe_attention("kernel", torch.zeros(1), torch.zeros(2, 3))
+    observe_logits("logits", torch.zeros(()))
+
+
+def test_shapes_that_do_not_fit_are_skipped_with_the_shapes() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            observe_attention("kernel", torch.zeros(B, H, Q, D), torch.zeros(B, H, D, K))
+            observe_logits("logits", torch.zeros(3, 4), dim=2)
+            return x
+
+    model = Wrong()
+    with AttentionProbe(model) as probe:
+        model(torch.zeros(1))
+    assert dict(probe.compute()) == {}
+    assert "[2, 6, 7, 5]" in probe.skipped["kernel"]
+    assert "[2, 6, 5, 11]" in probe.skipped["kernel"]
+    assert "got 2" in probe.skipped["logits"]
+
+
+def test_two_probes_each_see_everything() -> None:
+    q, k = torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
+    model = Kernel()
+    with AttentionProbe(model) as first, AttentionProbe(model) as second:
+        model(q, k)
+    assert first.compute()["kernel"].calls == second.compute()["kernel"].calls == 1
