@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,19 +11,19 @@ from attn_monitor.capture.naming import Selection, check_selection
 from attn_monitor.catalog import FACTORS, GRADIENTS, HEADLINE, resolve_statistics
 from attn_monitor.evaluation import PREFIXES, EvaluationHooks
 from attn_monitor.lightning_compat import accumulating, log_interval, logged_step, loss_factor, stopping_waits
+from attn_monitor.notices import Notices, event_lines
 from attn_monitor.observer import Observer
 from attn_monitor.probe import AttentionProbe, check_max_queries
 from attn_monitor.publishing import Publisher
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import (
     AttentionSaturationError,
-    AttentionWarning,
     Changes,
     SaturationEvent,
     SaturationRule,
     SaturationTracker,
 )
-from attn_monitor.settings import check_action, check_count, check_stages, describe
+from attn_monitor.settings import check_action, check_count, check_flag, check_stages, describe
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -36,8 +35,6 @@ Action = Literal["warn", "stop", "raise"] | EventHandler
 _TRAIN = "train"
 _METHODS = {_TRAIN: "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _DEFAULT_RULE = SaturationRule()
-_LISTED = 20
-"""How many heads one warning lists at most."""
 
 
 class AttentionMonitor(EvaluationHooks):
@@ -121,6 +118,8 @@ class AttentionMonitor(EvaluationHooks):
         if every_n_steps is not None:
             check_count("every_n_steps", every_n_steps, least=1)
         check_count("history_size", history_size, least=0)
+        check_flag("gradients", gradients)
+        check_flag("per_call", per_call)
         if not isinstance(saturation, SaturationRule):
             raise TypeError(f"`saturation` expects a SaturationRule, got {saturation!r}. Write SaturationRule(...).")
         self.modules = modules
@@ -139,6 +138,7 @@ class AttentionMonitor(EvaluationHooks):
         self.history: deque[tuple[int, Mapping[str, AttentionStatistics]]] = deque(maxlen=history_size)
         self.evaluations: dict[str, Mapping[str, AttentionStatistics]] = {}
         self._tracker = SaturationTracker(saturation)
+        self._notices = Notices()
         self._restored = False
         self._state_key = self._generate_state_key(
             modules=describe(modules),
@@ -160,14 +160,17 @@ class AttentionMonitor(EvaluationHooks):
         self._first_step: int | None = None
         self._losses = 0
         self._loss_factor = 1.0
-        self._notices: list[str] = []
-        self._said: set[str] = set()
-        self._said_of: set[tuple[str, str]] = set()
+
+    def _forget_log(self) -> None:
+        """Let go of the model's `log` methods, which Lightning hangs on every callback at the start of a run."""
+        for name in ("log", "log_dict"):
+            vars(self).pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         clean = object.__new__(type(self))
         clean.__dict__.update(self.__dict__)
-        clean._forget_run()  # hooks, tensors and writers stay with the running fit
+        clean._forget_run()  # hooks, tensors, writers and the model stay with the running fit
+        clean._forget_log()
         return clean.__dict__
 
     @property
@@ -190,16 +193,15 @@ class AttentionMonitor(EvaluationHooks):
             self._tracker.load_state_dict(state_dict)
             self._restored = True
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._notices.append(f"the monitor's state in the checkpoint is ignored: {error}")
+            self._notices.add(f"the monitor's state in the checkpoint is ignored: {error}")
 
     # -- training ---------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the choice of modules, and start afresh for another model."""
         another = self._module is not None and self._module() is not pl_module
-        notices = self._notices
         self._forget_run()
-        self._notices = notices
+        self._notices.forget_said()
         if another and not self._restored:
             self._tracker.forget()
         self._module = weakref.ref(pl_module)
@@ -256,7 +258,7 @@ class AttentionMonitor(EvaluationHooks):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
         self._end_run()
-        self._tell(trainer)
+        self._notices.say(trainer.is_global_zero)
 
     # -- all stages -------------------------------------------------------------------------------------------------
 
@@ -280,25 +282,25 @@ class AttentionMonitor(EvaluationHooks):
                 grad_scale=self._current_loss_factor if training else 1.0,
             )
             probe.check_modules()
-            self._observers[stage] = Observer(probe, _METHODS[stage], self._notices.append)
+            self._observers[stage] = Observer(probe, _METHODS[stage], self._notices.add)
             chosen = self.statistics if training else self.statistics - GRADIENTS
             prefix = PREFIXES.get(stage, "")
-            self._publishers[stage] = Publisher(chosen, self.saturation, prefix, self._notices.append)
+            self._publishers[stage] = Publisher(chosen, self.saturation, prefix, self._notices.add)
         if not trainer.loggers:
-            self._notices.append("the trainer has no logger; events, history and callback_metrics work without one")
-        self._tell(trainer)
+            self._notices.add("the trainer has no logger; events, history and callback_metrics work without one")
+        self._notices.say(trainer.is_global_zero)
 
     def start_batch(self, stage: str, trainer: Trainer) -> None:
         """Observe from here on."""
         if stage in self._observers:
             self._observers[stage].begin()
-            self._tell(trainer)
+            self._notices.say(trainer.is_global_zero)
 
     def end_batch(self, stage: str, trainer: Trainer) -> None:
         """Stop to observe."""
         if self._pooling(stage):
             self._observers[stage].end()
-            self._tell(trainer)
+            self._notices.say(trainer.is_global_zero)
 
     def end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the record of a run of an evaluation stage."""
@@ -313,7 +315,7 @@ class AttentionMonitor(EvaluationHooks):
             int((self.saturation.ratio(stats) > self.saturation.limit(stats)).sum()) for stats in statistics.values()
         )
         self._publishers[stage].publish(trainer, logged_step(trainer), statistics, above)
-        self._tell(trainer)
+        self._notices.say(trainer.is_global_zero)
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -336,6 +338,7 @@ class AttentionMonitor(EvaluationHooks):
             observer.discard()
 
     def _end_run(self) -> None:
+        self._forget_log()
         self._discard()
         self._observers.clear()
         self._publishers.clear()
@@ -343,12 +346,12 @@ class AttentionMonitor(EvaluationHooks):
     def _audit(self, stage: str, pl_module: LightningModule, statistics: Mapping[str, AttentionStatistics]) -> None:
         """Say once what a record lacks."""
         observer = self._observers[stage]
-        self._tell_of_layers("seen, but not measured", observer.skipped)
-        self._tell_of_layers("good to know", observer.notes)
+        self._notices.add_layers("seen, but not measured", observer.skipped)
+        self._notices.add_layers("good to know", observer.notes)
         if observer.records == 1 and not statistics and not observer.skipped:
             found = ", ".join(observer.probe.owners) or "none"
             where = f"modules={describe(self.modules)}" if self.modules is not None else type(pl_module).__name__
-            self._notices.append(
+            self._notices.add(
                 f"no attention was seen in {where} while {_METHODS[stage]} ran (modules with attention: {found}). "
                 "Attention by a custom kernel can be shown with attn_monitor.observe_attention"
             )
@@ -356,13 +359,7 @@ class AttentionMonitor(EvaluationHooks):
             self._restored = False
             if unknown := sorted(self._tracker.layers - statistics.keys()):
                 self._tracker.forget(unknown)
-                self._notices.append(f"the checkpoint remembers layers that this model did not run: {unknown}")
-
-    def _tell_of_layers(self, start: str, texts: Mapping[str, str]) -> None:
-        new = {layer: text for layer, text in texts.items() if (start, layer) not in self._said_of}
-        self._said_of.update((start, layer) for layer in new)
-        if new:
-            self._notices.append(f"{start}: {', '.join(f'{layer} ({text})' for layer, text in new.items())}")
+                self._notices.add(f"the checkpoint remembers layers that this model did not run: {unknown}")
 
     def _respond(self, trainer: Trainer, pl_module: LightningModule, changes: Changes) -> None:
         """Warn of new events and do what the user wants done."""
@@ -371,36 +368,17 @@ class AttentionMonitor(EvaluationHooks):
         raising = self.on_saturation == "raise" and bool(critical)
         stopping = self.on_saturation == "stop" and bool(critical) and not trainer.should_stop
         told = critical if raising or stopping else []
-        lines = _listing("", [event for event in changes.opened if event not in told], "newly saturated")
+        lines = event_lines("", [event for event in changes.opened if event not in told], "newly saturated")
         if stopping:
             trainer.should_stop = True
             waits = stopping_waits(trainer)
-            lines += _listing(
+            lines += event_lines(
                 f"training stops{f' as soon as {waits} allow it' if waits else ''}, ", critical, "critical"
             )
         if lines:
-            self._notices.append("\n".join(lines))
-        self._tell(trainer)
+            self._notices.add("\n".join(lines))
+        self._notices.say(trainer.is_global_zero)
         if raising:
             raise AttentionSaturationError(critical)
         if callable(self.on_saturation) and affected:
             self.on_saturation(trainer, pl_module, affected)
-
-    def _tell(self, trainer: Trainer) -> None:
-        """Warn of everything there is to tell, each text once a run; only here, where nothing of ours is caught."""
-        notices, self._notices[:] = list(self._notices), []
-        for notice in notices:
-            if notice not in self._said:
-                self._said.add(notice)
-                if trainer.is_global_zero:
-                    warnings.warn(f"AttentionMonitor: {notice}", AttentionWarning, stacklevel=2)
-
-
-def _listing(start: str, events: Sequence[SaturationEvent], what: str) -> list[str]:
-    """Return the lines of a warning, the worst heads first."""
-    if not events:
-        return []
-    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
-    more = [f"  and {len(worst) - _LISTED} more, all in `monitor.events`"] if len(worst) > _LISTED else []
-    noun = "head is" if len(worst) == 1 else "heads are"
-    return [f"{start}{len(worst)} {noun} {what}:", *(f"  {event}" for event in worst[:_LISTED]), *more]

@@ -68,6 +68,7 @@ class Collector:
         self._lost: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.owners: dict[str, nn.Module] = {}
+        self.unselected: set[str] = set()
         self.missed = False
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
@@ -175,6 +176,7 @@ class Collector:
         """Return the record and the call site of an attention seen now, `None` if it is not selected."""
         name, owner = self._owner()
         if not is_selected(self._names.get(owner, "") if owner is not None else "", self._selected):
+            self.unselected.add(name)
             return None
         site = call_site(owner)
         known = self._sites.setdefault(name, [])

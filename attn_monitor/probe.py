@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from attn_monitor.capture.eager import hold_eager, release_eager
 from attn_monitor.capture.mode import CaptureMode
 from attn_monitor.capture.naming import Selection, canonical_names, check_selection, select_modules
 from attn_monitor.capture.observe import unwatch, watch
@@ -117,7 +116,6 @@ class AttentionProbe:
         self._tracker = ModuleTracker(self._mode, self._collector.start)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
-        self._stance: Any = None
         self._attached = False
 
     def __enter__(self) -> Self:
@@ -145,8 +143,8 @@ class AttentionProbe:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The names of the modules in which attention was found."""
-        return tuple(self._collector.owners)
+        """The names of the modules in which attention was found, also of those that are not selected."""
+        return (*self._collector.owners, *sorted(self._collector.unselected))
 
     def check_modules(self) -> None:
         """Raise `ValueError` if the selection of modules matches none of the model's."""
@@ -176,8 +174,7 @@ class AttentionProbe:
         self._collector.begin(self._tracker.stack, names, selected, self._root_name(), explored=explored)
         self._attached = True
         try:
-            if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled, and importing it takes seconds
-                self._stance = torch.compiler.set_stance("force_eager")
+            hold_eager(self)
             self._tracker.attach(hooked, self._model, methods)
             watch(self._collector)
         except BaseException:
@@ -195,10 +192,7 @@ class AttentionProbe:
         self._tracker.detach()
         self._collector.end()
         self._mode.tags.clear()
-        if self._stance is not None:
-            # Its __exit__ brings back the stance there was before, which may be the user's own.
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        release_eager(self)
 
     def compute(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
         """Return the statistics of everything seen since the last reset, waiting for the device once.

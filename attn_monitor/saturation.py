@@ -32,7 +32,7 @@ class AttentionWarning(UserWarning):
     """Every warning of attn_monitor, so that one filter can choose them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: LightningCLI reads vars() of a default
 class SaturationRule:
     """When a head counts as saturated: its logits spread too far for its softmax to pass gradients.
 

@@ -16,6 +16,12 @@ def check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"`{name}` expects a whole number of at least {least}, got {value}.")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` expects True or False, got {value!r}.")
+
+
 def check_action(action: object) -> None:
     """Raise unless `action` is something `on_saturation` can do."""
     if callable(action) or (isinstance(action, str) and action in ACTIONS):

@@ -123,8 +123,9 @@ class Lit(pl.LightningModule):
         self.net: Any = Net(kinds or ("hand",), dropout, reentrant)
         self.losses: list[Tensor] = []
         with torch.no_grad():
-            for block in self.net.blocks:
-                weight = block.in_proj_weight if isinstance(block, nn.MultiheadAttention) else block.qkv.weight
+            blocks: Any = self.net.blocks
+            for block in blocks:
+                weight: Tensor = block.in_proj_weight if isinstance(block, nn.MultiheadAttention) else block.qkv.weight
                 weight[: 2 * DIM] *= gain
 
     def loss(self, batch: Sequence[Tensor]) -> Tensor:

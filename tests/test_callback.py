@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.util import tensor_util
@@ -197,11 +196,11 @@ def test_two_backward_passes_in_one_batch_add_up() -> None:
 
 def test_values_reach_every_logger_whatever_their_order(tmp_path: Path) -> None:
     for order in (1, -1):
-        loggers = [CSVLogger(tmp_path, name=f"csv{order}"), TensorBoardLogger(tmp_path, name=f"tb{order}")][::order]
+        table, board = CSVLogger(tmp_path, name=f"csv{order}"), TensorBoardLogger(tmp_path, name=f"tb{order}")
+        loggers = [table, board][::order]
         quiet(callbacks=[AttentionMonitor()], logger=loggers).fit(Lit("hand"), loader(3))
-        by_name = {type(logger): logger for logger in loggers}
-        assert csv_steps(by_name[CSVLogger], f"attn_logit_std/{LAYER}") == [0, 1, 2]
-        events = read_events(by_name[TensorBoardLogger].log_dir)
+        assert csv_steps(table, f"attn_logit_std/{LAYER}") == [0, 1, 2]
+        events = read_events(board.log_dir)
         assert len(events.Scalars(f"attn_logit_std/{LAYER}")) == 3
         assert len(events.Images("attn_heads/logit_std")) == 3
 
@@ -328,6 +327,8 @@ def test_batches_without_a_loss_are_not_counted_and_a_cut_step_is_dropped() -> N
         ({"statistics": "logit_std"}, TypeError, r"Write statistics=\['logit_std'\]"),
         ({"statistics": []}, ValueError, r"`statistics` is empty"),
         ({"statistics": ["grad_logits_norm"], "gradients": False}, ValueError, r"which gradients=False does not"),
+        ({"gradients": "no"}, TypeError, r"`gradients` expects True or False, got 'no'"),
+        ({"per_call": 1}, TypeError, r"`per_call` expects True or False, got 1"),
         ({"modules": 3}, TypeError, r"`modules` expects a module name or glob"),
         ({"modules": []}, ValueError, r"empty list"),
         ({"saturation": 0.5}, TypeError, r"`saturation` expects a SaturationRule, got 0.5"),
@@ -351,7 +352,7 @@ def test_bad_arguments_are_refused_at_construction(
 
 def test_arguments_are_keyword_only() -> None:
     with pytest.raises(TypeError):
-        AttentionMonitor("net")  # type: ignore[misc]
+        AttentionMonitor("net")  # type: ignore[call-arg]
 
 
 def test_a_pattern_that_matches_nothing_ends_the_fit_before_it_starts() -> None:
@@ -362,7 +363,7 @@ def test_a_pattern_that_matches_nothing_ends_the_fit_before_it_starts() -> None:
 
 
 def test_the_tuner_does_not_reach_the_monitor(tmp_path: Path) -> None:
-    from pytorch_lightning.tuner import Tuner
+    from pytorch_lightning.tuner.tuning import Tuner
 
     class Tunable(Lit):
         lr = 1e-3
@@ -378,8 +379,24 @@ def test_the_tuner_does_not_reach_the_monitor(tmp_path: Path) -> None:
     assert [step for step, _ in monitor.history] == [0, 1]
 
 
-def test_the_monitor_is_found_by_lightning_as_one_callback() -> None:
-    trainer = pl.Trainer(
-        callbacks=AttentionMonitor(), logger=False, enable_checkpointing=False, accelerator="cpu", barebones=False
-    )
+def test_a_single_monitor_needs_no_list() -> None:
+    trainer = quiet(callbacks=AttentionMonitor())
     assert sum(isinstance(callback, AttentionMonitor) for callback in trainer.callbacks) == 1
+
+
+def test_a_lightning_cli_can_configure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
+    from pytorch_lightning.cli import LightningCLI
+
+    rule = {"class_path": "attn_monitor.SaturationRule", "init_args": {"threshold": 0.4, "patience": 2}}
+    arguments = {"every_n_steps": 2, "modules": ["net.*"], "on_saturation": "stop", "saturation": rule}
+    callback = {"class_path": "attn_monitor.AttentionMonitor", "init_args": arguments}
+    settings = {"accelerator": "cpu", "logger": False, "callbacks": [callback]}
+    monkeypatch.setattr("sys.argv", ["train"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    cli = LightningCLI(
+        TwoOptimizers, run=False, args={"trainer": settings}, save_config_callback=None, seed_everything_default=False
+    )
+    (monitor,) = [found for found in vars(cli.trainer)["callbacks"] if isinstance(found, AttentionMonitor)]
+    assert (monitor.every_n_steps, monitor.modules, monitor.on_saturation) == (2, ["net.*"], "stop")
+    assert (monitor.saturation.threshold, monitor.saturation.patience) == (0.4, 2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationEvent, SaturationRule
 from attn_monitor.saturation import AttentionWarning
-from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet, read_events
+from tests.models import LIGHTNING_ADVICE, Kind, Lit, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -25,7 +25,8 @@ class Scripted(Lit):
     """Multiplies the queries of step i by the i-th gain, so that the ratio of head 1 is that number."""
 
     def __init__(self, ratios: Sequence[float], layers: int = 1) -> None:
-        super().__init__(*["hand"] * layers)
+        kinds: list[Kind] = ["hand"] * layers
+        super().__init__(*kinds)
         self.ratios = ratios
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

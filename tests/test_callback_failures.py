@@ -124,7 +124,7 @@ def test_a_logger_without_an_experiment_is_enough(tmp_path: Path) -> None:
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             if step is not None and "attn_logit_std/net.blocks.0" in metrics:
                 self.rows.append((step, metrics))
 

@@ -11,13 +11,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from examples import char_gpt
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"^```output\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class YourModel(pl.LightningModule):
@@ -46,12 +46,17 @@ def snippets(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page).strip()])
-# What a reader's first run says about small data and few workers is not the snippet's fault.
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
-def test_snippets_of_the_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Lightning says so of any training as short as these.
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_snippets_of_the_page_run_and_print_what_it_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace = {"model": YourModel(), "data": DataLoader(torch.randn(8, 6, 32), batch_size=2), "__name__": "snippet"}
+    namespace = {"model": YourModel(), "data": torch.randn(4, 2, 6, 32), "__name__": "snippet"}
     exec(compile(snippets(page), page, "exec"), namespace)
+    printed = capsys.readouterr().out
+    for output in OUTPUT.findall((ROOT / page).read_text(encoding="utf-8")):
+        assert output in printed
 
 
 def test_the_first_screen_shows_the_monitor() -> None:

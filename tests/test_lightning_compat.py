@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 from pytorch_lightning.callbacks import Callback
 
 from attn_monitor import lightning_compat as compat
@@ -77,7 +76,10 @@ def test_callbacks_of_all_installed_packages_are_found() -> None:
 def alone(blocked: list[str], code: str) -> subprocess.CompletedProcess[str]:
     block = "; ".join(f"sys.modules[{name!r}] = None" for name in blocked)
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import sys; {block}\n{code}"], capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", f"import sys; {block}\n{code}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -102,4 +104,3 @@ except ImportError as error:
 """
     done = alone(["lightning", "pytorch_lightning"], code)
     assert "neither `pytorch_lightning` nor `lightning` can be imported. Install one" in done.stdout, done.stderr
-    assert torch.__version__

@@ -617,3 +617,21 @@ def test_head_dim_is_the_width_of_query_and_key_not_of_the_value() -> None:
     stats = probe.compute()["Attention"]
     assert stats.head_dim == D
     assert stats.grad_logits_norm is not None
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_probes_leave_in_any_order(first_out: int) -> None:
+    net, x = Net(), torch.randn(B, T, E)
+    probes = [AttentionProbe(net), AttentionProbe(net)]
+    for probe in probes:
+        probe.attach(methods=("forward",))
+    net(x)
+    probes[first_out].detach()
+    net(x)
+    probes[1 - first_out].detach()
+    assert (hooks(net), modes()) == (0, 0)
+    assert "forward" not in vars(net)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    calls = [probe.compute()["layers.0"].calls for probe in probes]
+    assert calls[first_out] == 1
+    assert calls[1 - first_out] == 2

@@ -52,22 +52,45 @@ def _inert() -> Callable[..., None]:
 
 
 class _EntryPoint:
-    """A method such as `training_step`, wrapped for as long as the hooks are attached."""
+    """A method such as `training_step`, wrapped for as long as the hooks are attached.
 
-    def __init__(self, owner: ModuleTracker, root: nn.Module, method: Callable[..., Any]) -> None:
-        self.owner, self.root, self.method = owner, root, method
-        self.__name__ = getattr(method, "__name__", "entry_point")
-        self.__wrapped__ = method
+    Args:
+        tracker: Is told when the method starts and ends.
+        root: The module whose method it is.
+        name: The name of the method.
+    """
+
+    def __init__(self, tracker: ModuleTracker, root: nn.Module, name: str) -> None:
+        self.tracker, self.root = tracker, root
+        self.own = name in vars(root)
+        self.method: Callable[..., Any] = getattr(root, name)
+        self.__name__ = name
+        self.__wrapped__ = self.method
+        object.__setattr__(root, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call_entry_point(args, kwargs)
 
     def call_entry_point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.owner.enter(self.root)
+        self.tracker.enter(self.root)
         try:
             return self.method(*args, **kwargs)
         finally:
-            self.owner.leave(self.root)
+            self.tracker.leave(self.root)
+
+    def remove(self) -> None:
+        """Take the wrapper away, also from under one that another monitor put on top of it."""
+        outer = vars(self.root).get(self.__name__)
+        if outer is self:
+            if self.own:
+                object.__setattr__(self.root, self.__name__, self.method)
+            else:
+                vars(self.root).pop(self.__name__, None)
+        while isinstance(outer, _EntryPoint):
+            if outer.method is self:
+                outer.method, outer.own = self.method, self.own
+                return
+            outer = outer.method
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.method, memo)
@@ -89,7 +112,7 @@ class ModuleTracker:
         self._on_start = on_start
         self._running = _Running()
         self._handles: list[RemovableHandle] = []
-        self._entry_points: list[tuple[nn.Module, str, bool, Any]] = []
+        self._entry_points: list[_EntryPoint] = []
         self.called: set[nn.Module] = set()
         self.refused: dict[nn.Module, str] = {}
 
@@ -105,21 +128,15 @@ class ModuleTracker:
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
         for name in methods:
-            own = name in vars(root)
-            method = getattr(root, name)
-            self._entry_points.append((root, name, own, method))
-            object.__setattr__(root, name, _EntryPoint(self, root, method))
+            self._entry_points.append(_EntryPoint(self, root, name))
 
     def detach(self) -> None:
         """Remove every hook, wrapper and mode; safe to call at any time, also twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for root, name, own, method in self._entry_points:
-            if own:
-                object.__setattr__(root, name, method)
-            else:
-                vars(root).pop(name, None)
+        for entry_point in self._entry_points:
+            entry_point.remove()
         self._entry_points.clear()
         self._running.frames.clear()
         self._leave_mode()

@@ -15,11 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import tensorboard
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
@@ -114,8 +114,8 @@ class NaiveHook(pl.Callback):
 
     def _hook(self, name: str) -> Any:
         @torch.no_grad()
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
-            query, key, _ = inputs
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            query, key = inputs[:2]
             visible = torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).tril()
             logits = query @ key.mT / query.shape[-1] ** 0.5
             allowed = logits[:, :, visible]
@@ -140,7 +140,8 @@ class TakingTurns(pl.Callback):
         self.seconds: dict[str, list[float]] = {name: [] for name in ways}
         self._started = 0.0
 
-    def _turn(self, step: int) -> str:
+    def turn(self, step: int) -> str:
+        """Return whose step it is."""
         rounds, place = divmod(step, len(self.ways))
         return list(self.ways)[(place + rounds) % len(self.ways)]
 
@@ -150,7 +151,7 @@ class TakingTurns(pl.Callback):
                 getattr(callback, hook)(*arguments)
 
     def _one(self, hook: str, trainer: pl.Trainer, *arguments: Any) -> None:
-        callback = self.ways[self._turn(trainer.fit_loop.epoch_loop._batches_that_stepped)]
+        callback = self.ways[self.turn(trainer.fit_loop.epoch_loop._batches_that_stepped)]
         if callback is not None:
             getattr(callback, hook)(trainer, *arguments)
 
@@ -176,7 +177,7 @@ class TakingTurns(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         self._one("on_train_batch_end", trainer, *arguments)
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        self.seconds[self._turn(step)].append(time.perf_counter() - self._started)
+        self.seconds[self.turn(step)].append(time.perf_counter() - self._started)
 
     def on_train_end(self, *arguments: Any) -> None:
         self._all("on_train_end", *arguments)
@@ -237,7 +238,7 @@ def report(seconds: Mapping[str, list[float]]) -> str:
         if name == OBSERVED:
             rows.append(f"| monitor as it comes, 1 step of {CADENCE} observed (computed) | {amortised:.3f} | - | - |")
     table = "\n".join(rows)
-    versions = f"attn_monitor {__version__}, torch {torch.__version__}, Lightning {pl.__version__}"
+    versions = f"attn_monitor {__version__}, torch {torch.__version__}, Lightning {version('pytorch-lightning')}"
     return f"""# Cost
 
 The training step (forward, loss, backward, AdamW, logging to TensorBoard) of a GPT with {LAYERS} layers, width {WIDTH},
@@ -249,7 +250,7 @@ The second unwatched row shows how far noise alone goes.
 |---|---|---|---|
 {table}
 
-{versions}, TensorBoard {tensorboard.__version__}, Python {platform.python_version()}, {platform.machine()},
+{versions}, TensorBoard {version("tensorboard")}, Python {platform.python_version()}, {platform.machine()},
 {torch.get_num_threads()} threads, seed {SEED}. Reproduce with `make bench`, which writes this page.
 """
 
