@@ -317,7 +317,7 @@ class AttentionMonitor(EvaluationHooks):
         self._publishers[stage].publish(trainer, logged_step(trainer), statistics, above)
         self._notices.say(trainer.is_global_zero)
 
-    # -- helpers ----------------------------------------------------------------------------------------------------
+    # -- details ----------------------------------------------------------------------------------------------------
 
     def _due(self, trainer: Trainer) -> bool:
         step = logged_step(trainer)

@@ -37,7 +37,13 @@ def blocked_entries(call: AttentionCall, positions: Sequence[int], rows: slice, 
     """Return True where an entry of the tile is blocked, broadcastable to [B, H, t, k]; `None` if nothing can be."""
     parts = [_blocked_by_mask(window(mask, rows, columns)) for mask in call.masks]
     if call.logits is not None:
-        parts.append(_blocked_fill(window(call.logits, rows, columns)))
+        fill = _blocked_fill(window(call.logits, rows, columns))
+        if call.query is not None and call.key is not None:
+            # An infinite query makes products of -inf, which are no mask.
+            fill &= _is_finite(call.query[:, :, rows])[..., None]
+            finite_keys = _is_finite(call.key[:, :, :columns])
+            fill &= finite_keys.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)[:, :, None]
+        parts.append(fill)
         device = call.logits.device
     else:
         assert call.query is not None, "a call has either logits or query and key"
@@ -82,6 +88,10 @@ def _blocked_by_mask(mask: Tensor) -> Tensor:
 
 def _blocked_fill(logits: Tensor) -> Tensor:
     return (logits <= BARE_FILL) | (logits == FLOAT16_FILL)
+
+
+def _is_finite(vectors: Tensor) -> Tensor:
+    return vectors.isfinite().all(-1)
 
 
 def _as_tensor(positions: Sequence[int], device: torch.device) -> Tensor:

@@ -560,6 +560,20 @@ def test_non_finite_logits_are_counted_and_the_rest_is_measured() -> None:
         assert bool(value.isfinite().all())
 
 
+@pytest.mark.parametrize("attend", [sdpa, softmax], ids=["fused", "softmax"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_query_that_overflowed_is_not_taken_for_a_mask(attend: Any, bad: float) -> None:
+    def overflowing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        poison = torch.zeros(T, 1).index_fill(0, torch.tensor(T - 1), bad)
+        out: Tensor = attend(q + poison, k, v)
+        return out
+
+    attention = Attention(overflowing)
+    with AttentionProbe(attention) as probe:
+        attention(torch.randn(B, T, E))
+    assert probe.compute()["Attention"].nonfinite.tolist() == [B * T] * H
+
+
 # -- compiled models --------------------------------------------------------------------------------------------------
 
 
