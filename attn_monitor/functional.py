@@ -6,15 +6,14 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from types import EllipsisType
 
-import torch
 from torch import Tensor
 
+from attn_monitor.arguments import attention_call, softmax_call
 from attn_monitor.catalog import resolve_statistics
-from attn_monitor.records import AttentionCall, AttentionStatistics
+from attn_monitor.records import AttentionStatistics
 from attn_monitor.statistics import attention_sums
 
 __all__ = ["attention_statistics", "softmax_statistics"]
@@ -129,138 +128,3 @@ def softmax_statistics(
     call, _ = softmax_call(logits, dim=dim, head_axis=head_axis, head_dim=head_dim, mask=mask)
     chosen = resolve_statistics(statistics)
     return attention_sums(call, chosen).finalize(chosen)
-
-
-def attention_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | Tensor | None = None,
-    enable_gqa: bool = False,
-    softcap: float | None = None,
-) -> AttentionCall:
-    """Return the checked call that `attention_statistics` measures; same arguments, same errors."""
-    _check_floating(query=query, key=key)
-    if query.ndim == key.ndim == 3 and (value is None or value.ndim == 3):
-        query, key, value = query[None], key[None], None if value is None else value[None]
-    _check_qkv(query, key, value, enable_gqa)
-    batch, heads, queries, dim = query.shape
-    if attn_mask is not None:
-        _check_mask("attn_mask", attn_mask, (batch, heads, queries, key.shape[2]), "[B, H, Q, K]")
-    if isinstance(scale, Tensor) and tuple(scale.shape) not in {(), (1,), (heads,)}:
-        raise ValueError(f"`scale` expects a number, a 0-dim tensor or one value per head [{heads}], got {_of(scale)}.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap` expects a positive number, or None for no cap, got {softcap!r}.")
-    return AttentionCall(
-        query=query.detach(),
-        key=key.detach(),
-        value=None if value is None else value.detach(),
-        masks=() if attn_mask is None else (attn_mask.detach(),),
-        is_causal=is_causal,
-        scale=max(dim, 1) ** -0.5 if scale is None else scale,
-        softcap=softcap,
-    )
-
-
-def softmax_call(
-    logits: Tensor,
-    *,
-    dim: int = -1,
-    head_axis: int | EllipsisType | None = ...,
-    head_dim: int | None = None,
-    mask: Tensor | None = None,
-) -> tuple[AttentionCall, Callable[[Tensor], Tensor]]:
-    """Return the checked call that `softmax_statistics` measures, and what moves a tensor like the logits to its axes.
-
-    Same arguments, same errors.
-    """
-    _check_floating(logits=logits)
-    if not logits.ndim:
-        raise ValueError("`logits` expects at least one axis, got a 0-dim tensor.")
-    keys = _axis("dim", dim, logits)
-    if head_axis is ...:
-        head_axis = 1 if logits.ndim == 4 else None
-    heads = None if head_axis is None else _axis("head_axis", head_axis, logits)
-    if heads == keys:
-        raise ValueError(f"`dim` and `head_axis` are both axis {keys} of logits {_of(logits)}. Pass head_axis=None.")
-    masks: tuple[Tensor, ...] = ()
-    if mask is not None:
-        _check_mask("mask", mask, tuple(logits.shape), "the logits")
-        masks = (_canonical(mask.detach().reshape((1,) * (logits.ndim - mask.ndim) + mask.shape), keys, heads),)
-    call = AttentionCall(logits=_canonical(logits.detach(), keys, heads), masks=masks, scale=None, head_dim=head_dim)
-    return call, partial(_canonical, keys=keys, heads=heads)
-
-
-def _canonical(tensor: Tensor, keys: int, heads: int | None) -> Tensor:
-    """Move the axes to [B, H, Q, K]: the last of the other axes holds the queries, all before it are batch."""
-    others = [axis for axis in range(tensor.ndim) if axis not in {keys, heads}]
-    batch, queries = others[:-1], others[-1:]
-    moved = tensor.permute(*batch, *([] if heads is None else [heads]), *queries, keys)
-    if not queries:
-        moved = moved.unsqueeze(-2)
-    if heads is None:
-        moved = moved.unsqueeze(-3)
-    return moved.flatten(0, -4) if batch else moved[None]
-
-
-def _of(tensor: Tensor) -> str:
-    return f"of shape {list(tensor.shape)}"
-
-
-def _check_floating(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"`{name}` expects a tensor, got {type(tensor).__name__}.")
-        if not tensor.is_floating_point():
-            raise TypeError(f"`{name}` expects a floating-point tensor, got {tensor.dtype}. Convert it first.")
-
-
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
-    for name, tensor in {"query": query, "key": key, "value": value}.items():
-        if tensor is not None and tensor.ndim != 4:
-            raise ValueError(
-                f"`{name}` expects [batch, heads, length, head dim], or all without batch, got {_of(tensor)}. "
-                "Use unsqueeze(1) for a single head, or unflatten the axis that holds the heads."
-            )
-    batch, heads, _, dim = query.shape
-    groups = key.shape[1]
-    if (key.shape[0], key.shape[3]) != (batch, dim):
-        raise ValueError(
-            f"`key` expects batch {batch} and head dim {dim}, as query {_of(query)}, got {_of(key)}. "
-            "The shape is [batch, heads, keys, head dim], not transposed."
-        )
-    if heads != groups and not enable_gqa:
-        raise ValueError(
-            f"`key` expects {heads} heads, as query {_of(query)}, got {_of(key)}. "
-            "Pass enable_gqa=True if query heads share key heads."
-        )
-    if heads != groups and (not groups or heads % groups):
-        raise ValueError(f"The heads of query {_of(query)} are not a multiple of the heads of key {_of(key)}.")
-    if value is not None and value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"`value` expects the batch, heads and keys of key {_of(key)}, got {_of(value)}.")
-    if query.device != key.device:
-        raise ValueError(f"`key` expects the device of query, {query.device}, got {key.device}.")
-
-
-def _check_mask(name: str, mask: Tensor, shape: tuple[int, ...], what: str) -> None:
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(
-            f"`{name}` expects bool (True is allowed) or float (added), got {mask.dtype}. Convert it with mask.bool()."
-        )
-    fits = len(mask.shape) <= len(shape) and all(
-        size in {1, full} for size, full in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"`{name}` expects a shape that broadcasts to {what} = {list(shape)}, got {_of(mask)}. "
-            "A mask of padded keys [B, K] becomes mask[:, None, None, :]."
-        )
-
-
-def _axis(name: str, axis: int, logits: Tensor) -> int:
-    if not -logits.ndim <= axis < logits.ndim:
-        raise ValueError(f"`{name}` expects an axis of logits {_of(logits)}, got {axis}.")
-    return axis % logits.ndim

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_monitor import tiles
+from attn_monitor.arguments import softmax_call
 from attn_monitor.catalog import ALL, GRADIENTS
-from attn_monitor.functional import attention_statistics, softmax_call, softmax_statistics
+from attn_monitor.functional import attention_statistics, softmax_statistics
 from attn_monitor.records import AttentionCall, AttentionStatistics
 from attn_monitor.statistics import attention_sums
 from tests.reference import (

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
+from attn_monitor.arguments import attention_call, softmax_call
 from attn_monitor.capture.adapters import check_measurable
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
-from attn_monitor.functional import attention_call, softmax_call
 
 
 class Watcher(Protocol):
