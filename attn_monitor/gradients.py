@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.masking import allowed_count, finite_indicator, window
+from attn_monitor.centred import CentredRows, known_finite
+from attn_monitor.masking import window
 from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.sums import AttentionSums, state_dtype
-from attn_monitor.tiles import Tile, TiledCall, multiply_heads, row_blocks, undisturbed
+from attn_monitor.tiles import Tile, TiledCall, Workspace, blocks, multiply_heads, undisturbed
 
 
 def attention_gradient_sums(call: AttentionCall, grad_output: Tensor) -> AttentionSums:
@@ -36,9 +37,11 @@ def attention_gradient_sums(call: AttentionCall, grad_output: Tensor) -> Attenti
             raise ValueError(f"`grad_output` expects the output's shape {expected}, got {tuple(grad_output.shape)}.")
         tiled = TiledCall.of(call)
         totals_3H = _zeros(3, call.shape.heads, tiled.device)
-        for items, part in tiled.batches():
+        work = Workspace(tiled.device, tiled.dtype)
+        for items, heads, part in tiled.parts():
             for tile in part.tiles():
-                totals_3H += _tile_sums(part, tile, grad_output[items, :, tile.rows].to(part.dtype))
+                grad = grad_output[items, heads, tile.rows].to(part.dtype)
+                totals_3H[:, heads] += _tile_sums(part, tile, grad, work)
         return AttentionSums.from_gradients(
             totals_3H[1], totals_3H[2], rows=totals_3H[0], approximate=GRADIENTS if call.dropout else frozenset()
         )
@@ -49,12 +52,15 @@ def qualifying_entries(call: AttentionCall) -> Tensor:
     with undisturbed(call.query if call.logits is None else call.logits):
         tiled = TiledCall.of(call)
         entries_BHQK = torch.zeros(call.shape, dtype=torch.bool, device=tiled.device)
-        for items, part in tiled.batches():
+        work = Workspace(tiled.device, tiled.dtype)
+        for items, heads, part in tiled.parts():
             for tile in part.tiles():
                 blocked = part.blocked(tile)
-                logits = part.finite_logits(tile, blocked)
-                entries = _qualifying_rows(logits, blocked)[..., None] & logits.isfinite()
-                entries_BHQK[items, :, tile.rows, : tile.columns] = entries
+                rows = CentredRows.of(part.logits(tile, work), blocked, work)
+                allowed = torch.ones_like(rows.centred)
+                entries_BHQK[items, heads, tile.rows, : tile.columns] = blocked.zero_(allowed).mul_(
+                    _qualifying_rows(rows)[..., None]
+                )
         return entries_BHQK
 
 
@@ -94,51 +100,66 @@ def _zeros(count: int, heads: int, device: torch.device) -> Tensor:
     return torch.zeros((count, heads), device=device, dtype=state_dtype(device))
 
 
-def _qualifying_rows(logits_bHtk: Tensor, blocked: Tensor | None) -> Tensor:
+def _qualifying_rows(rows: CentredRows) -> Tensor:
     """Return True for rows that are finite and have at least two allowed keys, [b, H, t]."""
-    finite = finite_indicator(logits_bHtk).sum(-1)
-    return (finite >= 2) & (finite == allowed_count(blocked, logits_bHtk.shape[-1]))
+    return (rows.count >= 2) & (rows.count == rows.blocked.allowed)
 
 
-def _tile_sums(part: TiledCall, tile: Tile, grad_output_bHtV: Tensor) -> Tensor:
+def _tile_sums(part: TiledCall, tile: Tile, grad_output_bHtV: Tensor, work: Workspace) -> Tensor:
     """Return count, squares of dS and squares of dP of the qualifying rows, [3, H]."""
     value = part.call.value
     assert value is not None, "checked by the caller"
-    blocked = part.blocked(tile)
-    logits = part.finite_logits(tile, blocked)
-    qualifying = _qualifying_rows(logits, blocked)
-    grad_probs = multiply_heads(grad_output_bHtV, value, tile.columns)
-    if blocked is not None:
-        grad_probs.masked_fill_(blocked, 0)
-    probs_sq = _row_squares(grad_probs)
-    logits_sq = _row_squares(_softmax_backward(logits, grad_probs, part.call.sinks))
-    squares = [torch.where(qualifying, squared, 0).sum((0, 2)) for squared in (logits_sq, probs_sq)]
-    return torch.stack([qualifying.sum((0, 2)).to(squares[0].dtype), *squares])
+    rows = CentredRows.of(part.logits(tile, work), part.blocked(tile), work)
+    qualifying = _qualifying_rows(rows)
+    logits = rows.bury_blocked_()
+    largest = rows.shift + logits.amax(-1) if part.call.sinks is not None else rows.shift
+    probs = torch._softmax(logits, -1, False, out=work.second(logits))
+    sink_prob = _make_room(probs, largest, part.call.sinks)
+    # Each row relative to its largest entry, so that the square of 1e-25 is not 0.
+    size = grad_output_bHtV.abs().amax(-1)
+    size = torch.where(size > 0, size, 1)
+    grad_probs = multiply_heads(grad_output_bHtV / size[..., None], value, tile.columns, work)
+    # A value of a padded key may be anything, and must not enter through 0 * nan.
+    if known_finite(grad_probs.sum(-1)):
+        rows.blocked.zero_(grad_probs)
+    else:
+        rows.blocked.zero_any_(grad_probs)
+    dtype = state_dtype(part.device)
+    probs_norm = torch.linalg.vector_norm(grad_probs, dim=-1)
+    logits_norm = torch.linalg.vector_norm(_softmax_backward(probs, grad_probs, sink_prob, work), dim=-1, dtype=dtype)
+    norms = [(norm.to(dtype) * size).square() for norm in (logits_norm, probs_norm)]
+    return torch.stack([torch.where(qualifying, value, 0).sum((0, 2)) for value in (torch.ones_like(norms[0]), *norms)])
 
 
-def _softmax_backward(logits_bHtk: Tensor, grad_probs_bHtk: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return P (dP - rowsum(P dP)); both inputs are overwritten.
+def _make_room(probs_bHtk: Tensor, largest_bHt: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Scale probabilities down, in place, for a learned sink that joins the outcomes, and return its probability."""
+    if sinks is None:
+        return None
+    # With e relative to the likeliest key, the keys sum to 1 / max p.
+    keys = -probs_bHtk.amax(-1).to(largest_bHt.dtype).log()
+    sink_prob = torch.sigmoid(sinks.detach().to(largest_bHt.dtype)[:, None] - largest_bHt - keys)
+    keys_prob = torch.sigmoid(largest_bHt + keys - sinks.detach().to(largest_bHt.dtype)[:, None])
+    probs_bHtk.mul_(keys_prob.to(probs_bHtk.dtype)[..., None])
+    return sink_prob.to(probs_bHtk.dtype)
 
-    Only differences of dP matter. Taken against the dP of the likeliest outcome, nothing cancels in a saturated row.
+
+def _softmax_backward(
+    probs_bHtk: Tensor, grad_probs_bHtk: Tensor, sink_prob_bHt: Tensor | None, work: Workspace
+) -> Tensor:
+    """Return P (dP - sum P dP); both inputs are overwritten.
+
+    In a saturated row dP of the likeliest key almost equals the sum, and their difference is all rounding. A second
+    pass over the differences brings back what the first one lost.
     """
-    largest, index = logits_bHtk.max(-1, keepdim=True)
-    shift = largest.nan_to_num(neginf=0)
-    reference = grad_probs_bHtk.gather(-1, index)
-    sink_weight = None
-    if sinks is not None:
-        sink = sinks.detach().to(logits_bHtk.dtype)[:, None, None]
-        # The sink carries no value, so its dP is 0.
-        reference = torch.where(shift >= sink, reference, 0)
-        shift = torch.maximum(shift, sink)
-        sink_weight = (sink - shift).exp()
-    weights = logits_bHtk.sub_(shift).exp_()
-    total = weights.sum(-1, keepdim=True)
-    grad_probs_bHtk.sub_(reference)
-    product = torch.linalg.vecdot(weights, grad_probs_bHtk)[..., None]
-    if sink_weight is not None:
-        total = total + sink_weight
-        product = product - sink_weight * reference
-    return grad_probs_bHtk.sub_(product / total).mul_(weights.div_(total))
+    scratch = work.third(probs_bHtk)
+    taken: Tensor | float = 0.0
+    for _ in range(2):
+        mean = torch.mul(probs_bHtk, grad_probs_bHtk, out=scratch).sum(-1)
+        if sink_prob_bHt is not None:  # the sink has no value, so its dP is 0, less what was taken
+            mean = mean - sink_prob_bHt * taken
+        grad_probs_bHtk.sub_(mean[..., None])
+        taken = taken + mean
+    return grad_probs_bHtk.mul_(probs_bHtk)
 
 
 def _row_squares(values_bHtk: Tensor) -> Tensor:
@@ -158,10 +179,13 @@ def _kept_squares(grad_BHQK: Tensor, qualifying: Tensor) -> Tensor:
     if not grad_BHQK.numel():
         return total_H
     dtype = torch.float64 if grad_BHQK.dtype == torch.float64 else torch.float32
-    batches, blocks = row_blocks(shape)
-    for items in batches:
-        kept = qualifying if qualifying.shape[0] == 1 else qualifying[items]
-        for rows in blocks:
-            grad = grad_BHQK[items, :, rows].to(dtype)
-            total_H += _row_squares(torch.where(window(kept, rows, shape.keys), grad, 0)).sum((0, 2))
+    cut = blocks(shape)
+    for items in cut.items:
+        for heads in cut.heads:
+            kept = qualifying if qualifying.shape[0] == 1 else qualifying[items]
+            kept = kept if kept.shape[1] == 1 else kept[:, heads]
+            for rows in cut.rows:
+                grad = grad_BHQK[items, heads, rows].to(dtype)
+                kept_squares = _row_squares(torch.where(window(kept, rows, shape.keys), grad, 0))
+                total_H[heads] += kept_squares.sum((0, 2))
     return total_H

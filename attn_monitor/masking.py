@@ -7,6 +7,7 @@ of full size or 1, and stays that small: nothing here expands a broadcast mask b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ BARE_FILL = -9.9e8
 """A bare logit at or below this is a fill: -1e9, -inf and finfo.min of every dtype but float16."""
 FLOAT16_FILL = -65504.0
 """finfo.min of float16, which masked logits keep when they are upcast before the softmax."""
+BURIED = 1e30
+"""Low enough that exp gives 0, and finite, so that 0 times it is 0."""
 
 
 def four_axes(mask: Tensor) -> Tensor:
@@ -33,48 +36,67 @@ def window(tensor: Tensor, rows: slice, columns: int) -> Tensor:
     return tensor[..., :columns] if tensor.shape[3] != 1 else tensor
 
 
-def blocked_entries(call: AttentionCall, positions: Sequence[int], rows: slice, columns: int) -> Tensor | None:
-    """Return True where an entry of the tile is blocked, broadcastable to [B, H, t, k]; `None` if nothing can be."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocked:
+    """Which entries of a tile are blocked, and how to keep them out. Plain arithmetic: bool tiles are slow on CPUs.
+
+    Attributes:
+        start: The first column in which an entry may be blocked.
+        keep: 1 where an entry is allowed and 0 where it is blocked, broadcastable to [b, H, t, k - start]; `None` if
+            nothing is blocked.
+        allowed: How many keys each row may see, broadcastable to [b, H, t].
+    """
+
+    start: int
+    keep: Tensor | None
+    allowed: Tensor | int
+
+    def zero_(self, tile: Tensor) -> Tensor:
+        """Set finite blocked entries to 0; blocked entries that are not finite become nan."""
+        if self.keep is not None:
+            tile[..., self.start :].mul_(self.keep)
+        return tile
+
+    def zero_any_(self, tile: Tensor) -> Tensor:
+        """Set blocked entries to 0 whatever they hold."""
+        if self.keep is not None:
+            tile[..., self.start :].masked_fill_(self.keep == 0, 0)
+        return tile
+
+    def bury_(self, tile: Tensor) -> Tensor:
+        """Lower blocked entries so far that a softmax gives them exactly 0, and stay finite."""
+        if self.keep is not None:
+            tile[..., self.start :].add_((self.keep - 1).mul_(BURIED))
+        return tile
+
+    def visible(self) -> Tensor | int:
+        """Return 1 for the columns from `start` on that any row may see, broadcastable to [b, H, k - start]."""
+        return 1 if self.keep is None else self.keep.amax(2)
+
+
+def blocked_entries(
+    call: AttentionCall, positions: Sequence[int], rows: slice, columns: int, dtype: torch.dtype
+) -> Blocked:
+    """Return what is blocked in a tile of some rows and the first columns."""
     parts = [_blocked_by_mask(window(mask, rows, columns)) for mask in call.masks]
     if call.logits is not None:
-        fill = _blocked_fill(window(call.logits, rows, columns))
-        if call.query is not None and call.key is not None:
-            # An infinite query makes products of -inf, which are no mask.
-            fill &= _is_finite(call.query[:, :, rows])[..., None]
-            finite_keys = _is_finite(call.key[:, :, :columns])
-            fill &= finite_keys.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)[:, :, None]
-        parts.append(fill)
+        parts.append(_blocked_fill(call, call.logits, rows, columns))
         device = call.logits.device
     else:
         assert call.query is not None, "a call has either logits or query and key"
         device = call.query.device
+    start = 0
     if call.is_causal:
-        keys = torch.arange(columns, device=device)
-        parts.append((keys > _as_tensor(positions[rows], device)[:, None])[None, None])
-    if not parts:
-        return None
+        start = 0 if parts else min(positions[rows.start] + 1, columns)
+        last = _as_tensor(positions[rows], device)[:, None]
+        parts.append((torch.arange(start, columns, device=device) > last)[None, None])
+    if not parts or start == columns:
+        return Blocked(columns, None, columns)
     blocked = parts[0]
     for part in parts[1:]:
         blocked = blocked | part
-    return blocked
-
-
-def allowed_count(blocked: Tensor | None, columns: int) -> Tensor | int:
-    """Count the allowed keys of each row, broadcastable to [B, H, t]."""
-    if blocked is None:
-        return columns
-    return columns - blocked.expand(*blocked.shape[:3], columns).sum(-1)
-
-
-def drop_(logits_BHtk: Tensor, blocked: Tensor | None) -> Tensor:
-    """Set every blocked and every non-finite entry to -inf, in place; the finite entries are what is left."""
-    infinity = float("inf")
-    logits_BHtk.nan_to_num_(nan=-infinity, posinf=-infinity, neginf=-infinity)
-    if blocked is not None:
-        # Adding a small broadcast penalty is ten times faster on CPUs than a masked fill of the tile.
-        penalty = torch.zeros(blocked.shape, dtype=logits_BHtk.dtype, device=blocked.device)
-        logits_BHtk.add_(penalty.masked_fill_(blocked, -infinity))
-    return logits_BHtk
+    keep = (~blocked).to(dtype)
+    return Blocked(start, keep, start + keep.expand(*keep.shape[:3], columns - start).sum(-1))
 
 
 def finite_indicator(values: Tensor) -> Tensor:
@@ -86,12 +108,15 @@ def _blocked_by_mask(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= BLOCKING_BIAS
 
 
-def _blocked_fill(logits: Tensor) -> Tensor:
-    return (logits <= BARE_FILL) | (logits == FLOAT16_FILL)
-
-
-def _is_finite(vectors: Tensor) -> Tensor:
-    return vectors.isfinite().all(-1)
+def _blocked_fill(call: AttentionCall, logits: Tensor, rows: slice, columns: int) -> Tensor:
+    seen = window(logits, rows, columns)
+    fill = (seen <= BARE_FILL) | (seen == FLOAT16_FILL)
+    if call.query is not None and call.key is not None:
+        # An infinite query makes products of -inf, which are no mask.
+        fill &= call.query[:, :, rows].isfinite().all(-1)[..., None]
+        finite_keys = call.key[:, :, :columns].isfinite().all(-1)
+        fill &= finite_keys.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)[:, :, None]
+    return fill
 
 
 def _as_tensor(positions: Sequence[int], device: torch.device) -> Tensor:

@@ -30,12 +30,12 @@ class RowValues:
         self._zeros = torch.zeros(shape[:3], device=device, dtype=self.dtype)
         self._values: dict[str, Tensor] = {}
 
-    def put(self, items: slice, rows: slice, values: Mapping[str, Tensor | int]) -> None:
-        """Fill in some rows of some batch items."""
+    def put(self, items: slice, heads: slice, rows: slice, values: Mapping[str, Tensor | int]) -> None:
+        """Fill in some rows of some batch items and heads."""
         for name, value in values.items():
             if name not in self._values:
                 self._values[name] = self._zeros.clone()
-            self._values[name][items, :, rows] = value
+            self._values[name][items, heads, rows] = value
 
     def __getitem__(self, name: str) -> Tensor:
         return self._values.get(name, self._zeros)

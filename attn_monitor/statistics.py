@@ -6,25 +6,25 @@ tile. Tiles are float32 (float64 for float64 inputs); what is pooled over rows i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.masking import allowed_count, drop_, finite_indicator
+from attn_monitor.centred import CentredRows, known_finite
+from attn_monitor.masking import finite_indicator
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
 from attn_monitor.sums import MOMENTS, AttentionSums, LayerFacts, state_dtype
-from attn_monitor.tiles import Tile, TiledCall, per_head, undisturbed
+from attn_monitor.tiles import Tile, TiledCall, Workspace, per_head, undisturbed
 
 _EXTREMA = frozenset({"logit_max", "logit_min"})
 _PROBABILITIES = frozenset(
     {"entropy", "entropy_normalized", "max_probability", "sink_mass", "jacobian_trace", "jacobian_norm"}
 )
 _LOWEST = -1e4
-"""Differences to the row maximum are cut here: exp is 0 long before, and 0 * -inf would be nan."""
+"""Differences to the largest outcome are cut here: exp is 0 long before, and 0 * -inf would be nan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class _Wanted:
     queries: bool
     keys: bool
     first_key: bool
+    cubes: bool
 
     @classmethod
     def by(cls, call: AttentionCall, statistics: frozenset[str], sampled: bool) -> _Wanted:
@@ -64,6 +65,7 @@ class _Wanted:
             queries=bool(measured & {"q_rms", "alignment"}),
             keys=bool(measured & {"k_rms", "alignment"}),
             first_key="sink_mass" in measured,
+            cubes="jacobian_norm" in measured,
         )
 
 
@@ -87,15 +89,22 @@ def attention_sums(
         if max_queries is not None and sampled:
             tiled = tiled.sampled(max_queries, generator)
         wanted = _Wanted.by(call, statistics, sampled)
-        rows = RowValues(shape, tiled.device)
+        rows = RowValues(tiled.call.shape, tiled.device)
         keys = torch.zeros((2, shape.heads), device=tiled.device, dtype=rows.dtype)
-        for items, part in tiled.batches():
-            visible = _visible_keys(part) if wanted.keys or wanted.first_key else None
-            first = _first_visible(visible) if visible is not None and wanted.first_key else None
-            if visible is not None and wanted.keys:
-                keys += _key_squares(part, visible)
+        visible = _visible_keys(tiled) if wanted.keys or wanted.first_key else None
+        first = _first_visible(visible) if visible is not None and wanted.first_key else None
+        if visible is not None and wanted.keys:
+            keys = _key_squares(tiled, visible)
+        if wanted.queries and tiled.call.query is not None:
+            everything = slice(None)
+            names = ("q_n", "q_sq")
+            squares = _finite_squares(tiled.call.query.to(tiled.dtype))
+            rows.put(everything, everything, everything, dict(zip(names, squares, strict=True)))
+        work = Workspace(tiled.device, tiled.dtype)
+        for items, heads, part in tiled.parts():
+            first_b = None if first is None else first[items]
             for tile in part.tiles():
-                rows.put(items, tile.rows, _row_values(part, tile, wanted, first))
+                rows.put(items, heads, tile.rows, _row_values(part, tile, wanted, first_b, work))
         facts = LayerFacts(
             measured=wanted.measured,
             approximate=wanted.measured if sampled else frozenset(),
@@ -110,64 +119,68 @@ def _reshapes_products(call: AttentionCall) -> bool:
     return call.softcap is not None or any(mask.is_floating_point() for mask in call.masks)
 
 
-def _visible_keys(part: TiledCall) -> Tensor:
-    """Return True where some query of the head may see the key, [b, H, K]."""
-    shape = part.call.shape
-    visible_bHK = torch.zeros((shape.batch, shape.heads, shape.keys), device=part.device, dtype=torch.bool)
-    for tile in part.tiles():
-        blocked = part.blocked(tile)
-        seen = True if blocked is None else ~blocked.all(2)
-        visible_bHK[..., : tile.columns] |= seen
-    return visible_bHK
+def _visible_keys(tiled: TiledCall) -> Tensor:
+    """Return True where some query of the head may see the key, [B, H, K]."""
+    shape, device = tiled.call.shape, tiled.device
+    if not tiled.call.masks and tiled.call.logits is None:
+        last = shape.keys if not tiled.call.is_causal else tiled.positions[-1] if shape.queries else -1
+        return (torch.arange(shape.keys, device=device) <= last).expand(shape.batch, shape.heads, shape.keys)
+    visible_BHK = torch.zeros((shape.batch, shape.heads, shape.keys), device=device, dtype=tiled.dtype)
+    for items, heads, part in tiled.parts():
+        for tile in part.tiles():
+            blocked = part.blocked(tile)
+            visible_BHK[items, heads, : blocked.start] = 1
+            seen = visible_BHK[items, heads, blocked.start : tile.columns]
+            seen.copy_(torch.maximum(seen, torch.as_tensor(blocked.visible(), device=device, dtype=seen.dtype)))
+    return visible_BHK > 0
 
 
-def _first_visible(visible_bHK: Tensor) -> Tensor:
-    """Return the first key that any query of any head may see, [b]; K if there is none."""
-    keys = visible_bHK.shape[2]
+def _first_visible(visible_BHK: Tensor) -> Tensor:
+    """Return the first key that any query of any head may see, [B]; K if there is none."""
+    keys = visible_BHK.shape[2]
     if not keys:
-        return torch.zeros(len(visible_bHK), device=visible_bHK.device, dtype=torch.long)
-    index = torch.arange(keys, device=visible_bHK.device)
-    return torch.where(visible_bHK.any(1), index, keys).amin(-1)
+        return torch.zeros(len(visible_BHK), device=visible_BHK.device, dtype=torch.long)
+    index = torch.arange(keys, device=visible_BHK.device)
+    return torch.where(visible_BHK.any(1), index, keys).amin(-1)
 
 
-def _key_squares(part: TiledCall, visible_bHK: Tensor) -> Tensor:
+def _key_squares(tiled: TiledCall, visible_BHK: Tensor) -> Tensor:
     """Return count and sum of squares of the key entries that each query head meets, [2, H]."""
-    key = part.call.key
+    key = tiled.call.key
     assert key is not None, "chosen only where the key is known"
-    squares_2bGK = torch.stack(_finite_squares(key.to(part.dtype)))
-    group = visible_bHK.shape[1] // key.shape[1]
-    squares_2bHK = squares_2bGK.repeat_interleave(group, dim=2)
-    return torch.where(visible_bHK, squares_2bHK, 0).to(state_dtype(part.device)).sum((1, 3))
+    squares_2BGK = torch.stack(_finite_squares(key.to(tiled.dtype)))
+    group = visible_BHK.shape[1] // key.shape[1]
+    squares_2BHK = squares_2BGK.repeat_interleave(group, dim=2)
+    return torch.where(visible_BHK, squares_2BHK, 0).to(state_dtype(tiled.device)).sum((1, 3))
 
 
 def _finite_squares(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return count and sum of squares of the finite entries along the last axis."""
+    squares = torch.linalg.vector_norm(values, dim=-1).square()
+    if known_finite(squares):
+        return torch.full_like(squares, values.shape[-1]), squares
     kept = finite_indicator(values)
-    values = values.nan_to_num(nan=0, posinf=0, neginf=0)
-    return kept.sum(-1), torch.linalg.vecdot(values, values)
+    return kept.sum(-1), torch.linalg.vector_norm(values.nan_to_num(nan=0, posinf=0, neginf=0), dim=-1).square()
 
 
-def _row_values(part: TiledCall, tile: Tile, wanted: _Wanted, first: Tensor | None) -> dict[str, Tensor | int]:
+def _row_values(
+    part: TiledCall, tile: Tile, wanted: _Wanted, first: Tensor | None, work: Workspace
+) -> dict[str, Tensor | int]:
     blocked = part.blocked(tile)
-    values: dict[str, Tensor | int] = {"allowed": allowed_count(blocked, tile.columns)}
-    if wanted.queries:
-        assert part.call.query is not None, "chosen only where the query is known"
-        values["q_n"], values["q_sq"] = _finite_squares(part.call.query[:, :, tile.rows].to(part.dtype))
-    product = part.product(tile) if part.call.logits is None or wanted.qk_apart else None
+    values: dict[str, Tensor | int] = {"allowed": blocked.allowed}
+    product = part.product(tile, work) if part.call.logits is None or wanted.qk_apart else None
     if wanted.qk_apart:
         assert product is not None, "chosen only where the product is known"
-        values |= _named("qk", _moments(drop_(product.clone(), blocked)))
-    logits = drop_(part.logits(tile, product), blocked)
-    if wanted.moments:
-        values |= _named("logit", _moments(logits))
-    else:
-        values["logit_n"] = finite_indicator(logits).sum(-1)
+        apart = CentredRows.of(work.second(product).copy_(product), blocked, work)
+        values |= _named("qk", apart.moments())
+    rows = CentredRows.of(part.logits(tile, work, product), blocked, work)
+    values |= _named("logit", rows.moments()) if wanted.moments else {"logit_n": rows.count}
     if wanted.smallest:
-        values["negated_smallest"] = logits.neg().nan_to_num_(posinf=-math.inf).amax(-1)
+        values["negated_smallest"] = -(rows.shift + rows.centred.amin(-1))
+    if wanted.largest or wanted.probabilities:
+        values["largest"] = rows.shift + rows.centred.amax(-1)
     if wanted.probabilities:
-        values |= _softmax_values(logits, part.call.sinks, first)
-    elif wanted.largest:
-        values["largest"] = logits.amax(-1)
+        values |= _softmax_values(rows, part.call.sinks, first, work, cubes=wanted.cubes)
     return values
 
 
@@ -175,65 +188,63 @@ def _named(prefix: str, moments: tuple[Tensor, Tensor, Tensor]) -> dict[str, Ten
     return {f"{prefix}_{name}": value for name, value in zip(("n", "mean", "m2"), moments, strict=True)}
 
 
-def _moments(logits_bHtk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and sum of squared deviations of each row's finite entries, in two passes."""
-    kept = finite_indicator(logits_bHtk)
-    count = kept.sum(-1)
-    centred = logits_bHtk.nan_to_num(neginf=0)
-    mean = centred.sum(-1) / count.clamp(min=1)
-    centred.sub_(mean[..., None]).mul_(kept)
-    # What is left of the mean after rounding: 1e-7 of a large offset is not small beside a small spread.
-    rest = centred.sum(-1) / count.clamp(min=1)
-    deviation = torch.linalg.vecdot(centred, centred) - count * rest.square()
-    return count, mean.to(state_dtype(mean.device)) + rest, deviation.clamp_(min=0)
+def _softmax_values(
+    rows: CentredRows, sinks: Tensor | None, first: Tensor | None, work: Workspace, *, cubes: bool
+) -> dict[str, Tensor | int]:
+    """Return what the probabilities of each row are made of; the centred logits are overwritten.
 
-
-def _softmax_values(logits_bHtk: Tensor, sinks: Tensor | None, first: Tensor | None) -> dict[str, Tensor | int]:
-    """Return what the probabilities of each row are made of; the logits are overwritten.
-
-    With m the row maximum and e = exp(s - m), one maximal outcome is set aside (its e is 1) and e, e^2, e^3 and
-    e (m - s) are summed over the rest: nothing cancels later, however close to one-hot the row is.
+    With e = exp(s - m), m the row maximum, the maximal keys are set aside (their e is 1) and e, e^2, e^3 and e (m - s)
+    are summed over the rest: nothing cancels later, however close to one-hot the row is. The softmax of torch is
+    faster than its exp; dividing by the largest probability turns p into e.
     """
-    largest, index = logits_bHtk.max(-1, keepdim=True)
-    values: dict[str, Tensor | int] = {"largest": largest[..., 0]}
-    finite_max = largest.nan_to_num(neginf=0)
-    shift = finite_max
-    sink_gap = None
-    if sinks is not None:
-        sink = sinks.detach().to(logits_bHtk.dtype)[:, None, None]
-        shift = torch.maximum(finite_max, sink)
-        sink_gap = (sink - shift).clamp(min=_LOWEST)
-    gaps = logits_bHtk.sub_(shift).clamp_(min=_LOWEST)
-    powers = gaps.exp()
-    top_gap = (finite_max - shift).clamp(min=_LOWEST)[..., 0]
-    values["top"], values["top_gap"] = top_gap.exp(), top_gap
+    gaps = rows.bury_blocked_()
+    probs = torch._softmax(gaps, -1, False, out=work.second(gaps))
+    top = probs.amax(-1)
+    largest = gaps.amax(-1)
+    gaps.sub_(largest[..., None])
+    scratch = work.third(gaps)
+    values: dict[str, Tensor | int] = {"weighted": -torch.mul(probs, gaps, out=scratch).sum(-1) / top}
     if first is not None:
-        values["first"] = _at_first_key(powers, first)
-    if sink_gap is None:
-        powers.scatter_(-1, index, 0)
-    else:
-        key_is_top = finite_max >= shift
-        powers.scatter_(-1, index, torch.where(key_is_top, 0, top_gap.exp()[..., None]))
-        values["sink"] = sink_gap.exp()[..., 0].expand(powers.shape[:3])
-    values["rest1"] = powers.sum(-1)
-    values["rest2"] = torch.linalg.vecdot(powers, powers)
-    values["weighted"] = -torch.linalg.vecdot(powers, gaps)
-    values["rest3"] = torch.linalg.vecdot(torch.mul(powers, powers, out=gaps), powers)
-    if sink_gap is not None:
-        rest = torch.where(key_is_top, sink_gap.exp(), 0)[..., 0]
-        values["rest1"] = values["rest1"] + rest
-        values["rest2"] = values["rest2"] + rest**2
-        values["rest3"] = values["rest3"] + rest**3
-        values["weighted"] = values["weighted"] - rest * sink_gap[..., 0]
-    return values
+        values["first"] = _at_first_key(probs, first) / top
+    below = gaps.sign_()  # -1 below the row maximum, 0 at it
+    ties = gaps.shape[-1] + below.sum(-1)
+    rest = probs.mul_(below)
+    values["rest1"] = ties - 1 - rest.sum(-1) / top
+    squares = torch.linalg.vector_norm(rest, dim=-1) / top
+    values["rest2"] = ties - 1 + squares.square()
+    values["rest3"] = ties - 1
+    if cubes:
+        torch.mul(rest, rest, out=scratch)
+        values["rest3"] = ties - 1 - scratch.mul_(rest).sum(-1) / top / top / top
+    return values | _with_sink(values, rows.shift + largest, sinks)
 
 
-def _at_first_key(powers_bHtk: Tensor, first_b: Tensor) -> Tensor:
+def _with_sink(values: dict[str, Tensor | int], largest: Tensor, sinks: Tensor | None) -> dict[str, Tensor | int]:
+    """Add a learned sink to the outcomes: what is relative to the likeliest key becomes relative to the likeliest."""
+    if sinks is None:
+        return {"top": torch.ones_like(largest), "top_gap": torch.zeros_like(largest)}
+    sink = sinks.detach().to(largest.dtype)[:, None]
+    shift = torch.maximum(largest, sink)
+    gap, sink_gap = (largest - shift).clamp(min=_LOWEST), (sink - shift).clamp(min=_LOWEST)
+    top, e_sink = gap.exp(), sink_gap.exp()
+    # Where the sink is the likeliest the keys that were set aside join the rest, else the sink does.
+    keys_lead = largest >= shift
+    aside, aside_gap = torch.where(keys_lead, e_sink, top), torch.where(keys_lead, sink_gap, gap)
+    found: dict[str, Tensor | int] = {"top": top, "top_gap": gap, "sink": e_sink}
+    for power, name in enumerate(("rest1", "rest2", "rest3"), start=1):
+        found[name] = values[name] * top**power + aside**power
+    found["weighted"] = top * values["weighted"] - gap * top * values["rest1"] - aside * aside_gap
+    if "first" in values:
+        found["first"] = values["first"] * top
+    return found
+
+
+def _at_first_key(probs_bHtk: Tensor, first_b: Tensor) -> Tensor:
     """Return the entries of each batch item's first visible key, 0 where it lies beyond the tile's columns."""
-    columns = powers_bHtk.shape[-1]
+    columns = probs_bHtk.shape[-1]
     inside = first_b < columns
-    index = first_b.clamp(max=columns - 1)[:, None, None, None].expand(*powers_bHtk.shape[:3], 1)
-    return powers_bHtk.gather(-1, index)[..., 0] * inside[:, None, None]
+    index = first_b.clamp(max=columns - 1)[:, None, None, None].expand(*probs_bHtk.shape[:3], 1)
+    return probs_bHtk.gather(-1, index)[..., 0] * inside[:, None, None]
 
 
 def _pooled(rows: RowValues, call: AttentionCall, wanted: _Wanted, keys_2H: Tensor, facts: LayerFacts) -> AttentionSums:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_monitor.masking import blocked_entries, drop_, four_axes, window
+from attn_monitor.masking import Blocked, blocked_entries, four_axes, window
 from attn_monitor.records import AttentionCall, CallShape
 
 TILE_ELEMENTS = 2**19
 """Entries of a tile: 2 MiB in float32, which stays in a CPU's cache and still fills a GPU's launch."""
-MIN_ROWS = 16
-"""Rather fewer batch items at once than fewer rows than this: a thin product is a slow one."""
+MIN_ROWS, MAX_ROWS = 32, 128
+"""Thin products are slow ones; beyond this many rows rather take more heads at once."""
 _SEED = 0x5EED
 
 
@@ -30,6 +30,35 @@ class Tile(NamedTuple):
 
     rows: slice
     columns: int
+
+
+class Workspace:
+    """Three tiles' worth of memory that is used again for every tile of a call.
+
+    Args:
+        device: Where it is.
+        dtype: Of its tensors.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._memory: dict[int, Tensor] = {}
+
+    def take(self, number: int, shape: Sequence[int]) -> Tensor:
+        """Return one of the three tiles in some shape; whatever it held is lost."""
+        size = math.prod(shape)
+        memory = self._memory.get(number)
+        if memory is None or len(memory) < size:
+            memory = self._memory[number] = torch.empty(size, device=self._device, dtype=self._dtype)
+        return memory[:size].view(tuple(shape))
+
+    def second(self, like: Tensor) -> Tensor:
+        """Return the second tile in the shape of another."""
+        return self.take(2, like.shape)
+
+    def third(self, like: Tensor) -> Tensor:
+        """Return the third tile in the shape of another."""
+        return self.take(3, like.shape)
 
 
 @contextmanager
@@ -74,15 +103,32 @@ def _full_backend_precision() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def row_blocks(shape: CallShape) -> tuple[list[slice], list[slice]]:
-    """Cut the batch items and the query rows into blocks whose product has about `TILE_ELEMENTS` entries."""
-    item = max(1, shape.heads * shape.keys)
-    items = max(1, TILE_ELEMENTS // (item * max(1, min(MIN_ROWS, shape.queries))))
-    rows = max(1, TILE_ELEMENTS // (item * max(1, min(items, shape.batch))))
-    return _blocks(shape.batch, items), _blocks(shape.queries, rows)
+class Blocks(NamedTuple):
+    """How a call is cut into tiles."""
+
+    items: list[slice]
+    heads: list[slice]
+    rows: list[slice]
 
 
-def _blocks(size: int, step: int) -> list[slice]:
+def blocks(shape: CallShape, groups: int = 1) -> Blocks:
+    """Cut batch items, heads and query rows into blocks whose product has about `TILE_ELEMENTS` entries.
+
+    Args:
+        shape: The sizes of the call.
+        groups: The number of key heads: the query heads of one are not torn apart.
+    """
+    keys = max(1, shape.keys)
+    rows = max(1, min(shape.queries, max(MIN_ROWS, min(MAX_ROWS, TILE_ELEMENTS // keys))))
+    pairs = max(1, TILE_ELEMENTS // (rows * keys))
+    together = max(1, shape.heads // max(1, groups))
+    heads = max(1, min(shape.heads, max(together, pairs // together * together)))
+    items = max(1, min(shape.batch, pairs // heads))
+    rows = max(rows, TILE_ELEMENTS // (max(1, items * heads) * keys))
+    return Blocks(_slices(shape.batch, items), _slices(shape.heads, heads), _slices(shape.queries, rows))
+
+
+def _slices(size: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
@@ -103,11 +149,13 @@ class TiledCall:
         call: The call, its masks with four axes.
         positions: The query position of each row, for the causal mask.
         dtype: float32, or float64 if an input is.
+        cut: Of a part, how its whole is cut into tiles.
     """
 
     call: AttentionCall
     positions: Sequence[int]
     dtype: torch.dtype
+    cut: Blocks | None = None
 
     @classmethod
     def of(cls, call: AttentionCall) -> TiledCall:
@@ -142,46 +190,70 @@ class TiledCall:
         call = replace(self.call, query=pick(self.call.query), logits=pick(self.call.logits), masks=masks)
         return replace(self, call=call, positions=rows.tolist())
 
-    def batches(self) -> Iterator[tuple[slice, TiledCall]]:
-        """Yield some batch items at a time, the keys and values converted once for all of their tiles."""
-        for items in row_blocks(self.call.shape)[0]:
-            call = self.call
-            part = replace(
-                call,
-                query=None if call.query is None else call.query[items],
-                key=None if call.key is None else call.key[items].to(self.dtype).contiguous(),
-                value=None if call.value is None else call.value[items].to(self.dtype).contiguous(),
-                logits=None if call.logits is None else call.logits[items],
-                masks=tuple(mask if mask.shape[0] == 1 else mask[items] for mask in call.masks),
-            )
-            yield items, replace(self, call=part)
+    def parts(self) -> Iterator[tuple[slice, slice, TiledCall]]:
+        """Yield some batch items and heads at a time, their tensors converted once for all of their tiles."""
+        call, shape = self.call, self.call.shape
+        groups = 1 if call.key is None else call.key.shape[1]
+        cut = blocks(shape, groups)
+        for items in cut.items:
+            for heads in cut.heads:
+                key_heads = slice(heads.start * groups // shape.heads, -(-heads.stop * groups // shape.heads))
+                part = replace(
+                    call,
+                    query=self._scaled(items, heads),
+                    key=self._converted(call.key, items, key_heads),
+                    value=self._converted(call.value, items, key_heads),
+                    scale=None if call.scale is None else 1.0,
+                    logits=None if call.logits is None else call.logits[items, heads],
+                    masks=tuple(_cut(mask, items, heads) for mask in call.masks),
+                    sinks=None if call.sinks is None else call.sinks[heads],
+                )
+                yield items, heads, replace(self, call=part, cut=cut)
+
+    def _scaled(self, items: slice, heads: slice) -> Tensor | None:
+        """Return scale * query, which is smaller than scale * q.k."""
+        query = self.call.query
+        if query is None:
+            return None
+        query = query[items, heads].to(self.dtype)
+        if self.call.scale is None:
+            return query
+        return query * per_head(self.call.scale, self.call.shape.heads, query)[heads, None, None]
+
+    def _converted(self, tensor: Tensor | None, items: slice, heads: slice) -> Tensor | None:
+        return None if tensor is None else tensor[items, heads].to(self.dtype).contiguous()
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles; none if there are no keys."""
+        """Yield the tiles of a part; none if there are no keys."""
         shape = self.call.shape
-        for rows in row_blocks(shape)[1]:
+        for rows in (self.cut or blocks(shape)).rows:
             columns = min(shape.keys, self.positions[rows.stop - 1] + 1) if self.call.is_causal else shape.keys
             if columns:
                 yield Tile(rows, columns)
 
-    def blocked(self, tile: Tile) -> Tensor | None:
-        """Return True where an entry is blocked, broadcastable to [b, H, t, k]; `None` if nothing can be."""
-        return blocked_entries(self.call, self.positions, tile.rows, tile.columns)
+    def blocked(self, tile: Tile) -> Blocked:
+        """Return what is blocked in a tile."""
+        return blocked_entries(self.call, self.positions, tile.rows, tile.columns, self.dtype)
 
-    def product(self, tile: Tile) -> Tensor:
-        """Return scale * q.k, [b, H, t, k]."""
+    def product(self, tile: Tile, work: Workspace) -> Tensor:
+        """Return scale * q.k of a part, [b, H, t, k], in the first tile of the workspace."""
         query, key = self.call.query, self.call.key
         assert query is not None, "the product needs query"
         assert key is not None, "the product needs key"
-        query_bHtD = query[:, :, tile.rows].to(self.dtype)
-        scale = per_head(self.call.scale, query.shape[1], query_bHtD)
-        return multiply_heads(query_bHtD * scale[:, None, None], key.to(self.dtype), tile.columns)
+        return multiply_heads(query[:, :, tile.rows], key, tile.columns, work)
 
-    def logits(self, tile: Tile, product: Tensor | None = None) -> Tensor:
-        """Return what the softmax receives, [b, H, t, k], a tensor of our own; a given product is overwritten."""
+    def logits(self, tile: Tile, work: Workspace, product: Tensor | None = None) -> Tensor:
+        """Return what the softmax receives, [b, H, t, k], in the first tile of the workspace.
+
+        Args:
+            tile: Which rows and columns.
+            work: Where to put them.
+            product: The product of the tile if it is there already; it is overwritten.
+        """
         if self.call.logits is not None:
-            return window(self.call.logits, tile.rows, tile.columns).to(self.dtype, copy=True)
-        logits = self.product(tile) if product is None else product
+            seen = window(self.call.logits, tile.rows, tile.columns)
+            return work.take(1, seen.shape).copy_(seen)
+        logits = self.product(tile, work) if product is None else product
         if self.call.softcap is not None:
             logits.div_(self.call.softcap).tanh_().mul_(self.call.softcap)
         for mask in self.call.masks:
@@ -189,15 +261,20 @@ class TiledCall:
                 logits.add_(window(mask, tile.rows, tile.columns))
         return logits
 
-    def finite_logits(self, tile: Tile, blocked: Tensor | None) -> Tensor:
-        """Return the logits, with -inf wherever an entry is blocked or not finite."""
-        return drop_(self.logits(tile), blocked)
+
+def _cut(mask: Tensor, items: slice, heads: slice) -> Tensor:
+    mask = mask if mask.shape[0] == 1 else mask[items]
+    return mask if mask.shape[1] == 1 else mask[:, heads]
 
 
-def multiply_heads(rows_bHtD: Tensor, keys_bGKD: Tensor, columns: int) -> Tensor:
-    """Multiply each query head with its key head, [b, H, t, k]; the group is folded into the rows, no key is copied."""
+def multiply_heads(rows_bHtD: Tensor, keys_bGKD: Tensor, columns: int, work: Workspace) -> Tensor:
+    """Multiply each query head with its key head, [b, H, t, k], into the first tile of the workspace.
+
+    The heads of a group are folded into the rows, so that no key is copied.
+    """
     batch, heads, count, dim = rows_bHtD.shape
     groups = keys_bGKD.shape[1]
-    folded = rows_bHtD.reshape(batch, groups, heads // groups * count, dim)
-    product = torch.matmul(folded, keys_bGKD[:, :, :columns].transpose(-1, -2))
-    return product.view(batch, heads, count, columns)
+    folded = rows_bHtD.reshape(batch * groups, heads // groups * count, dim)
+    keys = keys_bGKD.flatten(0, 1)[:, :columns].transpose(-1, -2)
+    out = work.take(1, (*folded.shape[:2], columns))
+    return torch.bmm(folded, keys, out=out).view(batch, heads, count, columns)
