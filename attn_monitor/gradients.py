@@ -112,9 +112,8 @@ def _tile_sums(part: TiledCall, tile: Tile, grad_output_bHtV: Tensor, work: Work
     rows = CentredRows.of(part.logits(tile, work), part.blocked(tile), work)
     qualifying = _qualifying_rows(rows)
     logits = rows.bury_blocked_()
-    largest = rows.shift + logits.amax(-1) if part.call.sinks is not None else rows.shift
     probs = torch._softmax(logits, -1, False, out=work.second(logits))
-    sink_prob = _make_room(probs, largest, part.call.sinks)
+    sink_prob = _make_room(probs, rows.largest.to(state_dtype(part.device)), part.call.sinks)
     # Each row relative to its largest entry, so that the square of 1e-25 is not 0.
     size = grad_output_bHtV.abs().amax(-1)
     size = torch.where(size > 0, size, 1)

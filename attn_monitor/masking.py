@@ -63,10 +63,10 @@ class Blocked:
             tile[..., self.start :].masked_fill_(self.keep == 0, 0)
         return tile
 
-    def bury_(self, tile: Tensor) -> Tensor:
-        """Lower blocked entries so far that a softmax gives them exactly 0, and stay finite."""
+    def bury_(self, tile: Tensor, times: int = 1) -> Tensor:
+        """Lower blocked entries so far that a softmax gives them exactly 0, and stay finite; times -1 raises them."""
         if self.keep is not None:
-            tile[..., self.start :].add_((self.keep - 1).mul_(BURIED))
+            tile[..., self.start :].add_((self.keep - 1).mul_(times * BURIED))
         return tile
 
     def visible(self) -> Tensor | int:

@@ -173,12 +173,11 @@ def _row_values(
         assert product is not None, "chosen only where the product is known"
         apart = CentredRows.of(work.second(product).copy_(product), blocked, work)
         values |= _named("qk", apart.moments())
-    rows = CentredRows.of(part.logits(tile, work, product), blocked, work)
+    rows = CentredRows.of(part.logits(tile, work, product), blocked, work, smallest=wanted.smallest)
     values |= _named("logit", rows.moments()) if wanted.moments else {"logit_n": rows.count}
-    if wanted.smallest:
-        values["negated_smallest"] = -(rows.shift + rows.centred.amin(-1))
-    if wanted.largest or wanted.probabilities:
-        values["largest"] = rows.shift + rows.centred.amax(-1)
+    values["largest"] = rows.largest
+    if rows.smallest is not None:
+        values["negated_smallest"] = -rows.smallest
     if wanted.probabilities:
         values |= _softmax_values(rows, part.call.sinks, first, work, cubes=wanted.cubes)
     return values
@@ -200,8 +199,7 @@ def _softmax_values(
     gaps = rows.bury_blocked_()
     probs = torch._softmax(gaps, -1, False, out=work.second(gaps))
     top = probs.amax(-1)
-    largest = gaps.amax(-1)
-    gaps.sub_(largest[..., None])
+    gaps.sub_((rows.largest - rows.shift)[..., None])
     scratch = work.third(gaps)
     values: dict[str, Tensor | int] = {"weighted": -torch.mul(probs, gaps, out=scratch).sum(-1) / top}
     if first is not None:
@@ -216,7 +214,7 @@ def _softmax_values(
     if cubes:
         torch.mul(rest, rest, out=scratch)
         values["rest3"] = ties - 1 - scratch.mul_(rest).sum(-1) / top / top / top
-    return values | _with_sink(values, rows.shift + largest, sinks)
+    return values | _with_sink(values, rows.largest.to(state_dtype(top.device)), sinks)
 
 
 def _with_sink(values: dict[str, Tensor | int], largest: Tensor, sinks: Tensor | None) -> dict[str, Tensor | int]:

@@ -104,3 +104,10 @@ def test_batches_follow_the_text_by_one_character() -> None:
         assert torch.equal(following, (piece + 1) % char_gpt.VOCABULARY)
     repeated = list(char_gpt.RandomWindows(text, steps=3, seed=7))
     assert torch.equal(repeated[2][0], batches[2][0])
+
+
+def test_the_commands_that_prove_a_claim_select_tests() -> None:
+    names = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    claims = re.findall(r"pytest -k (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert claims
+    assert [claim for claim in claims if not re.search(rf"def test_\w*{claim}", names)] == []

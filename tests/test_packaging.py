@@ -72,7 +72,18 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 ROOMS = {
     "words": {"catalog", "records"},
-    "numerics": {"functional", "arguments", "statistics", "gradients", "sums", "metric", "rows", "tiles", "masking"},
+    "numerics": {
+        "functional",
+        "arguments",
+        "statistics",
+        "gradients",
+        "sums",
+        "metric",
+        "rows",
+        "tiles",
+        "centred",
+        "masking",
+    },
     "judging": {"saturation", "diagnosis"},
     "capture": {"capture"},
     "probe": {"probe", "collector", "taps"},

@@ -1,10 +1,9 @@
-"""From the arguments of a torch function to an `AttentionCall`: axes moved, masks and scales gathered."""
+"""From the arguments of a fused kernel to an `AttentionCall`: axes moved, masks and scales gathered."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import Axis, Layout, fresh
-from attn_monitor.capture.products import Product
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
-from attn_monitor.capture.tags import Tag, TagStore
+from attn_monitor.capture.tags import TagStore
 from attn_monitor.records import AttentionCall
 
 POOLED_HEADS = "the heads, if there are several, are folded into the batch and could not be told apart: pooled as one"
@@ -40,9 +38,6 @@ def _groups(axes: Sequence[Axis], depth: Sequence[Axis]) -> tuple[list[int], lis
     if not heads and len(axes) > 1:
         heads = [len(axes) - 1]
     return [i for i in range(len(axes)) if i not in heads], heads
-
-
-# -- fused kernels ----------------------------------------------------------------------------------------------
 
 
 def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sighting | None:
@@ -99,165 +94,3 @@ def _fold(dims: int, layout: Layout) -> tuple[Callable[[Tensor], Tensor], str]:
         return apart.permute(*batch, *heads, *trailing).reshape(-1, count, *tensor.shape[1:])
 
     return fold, ""
-
-
-# -- softmax ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrangement:
-    """How a tensor shaped like the softmax input becomes [B, H, Q, K].
-
-    Attributes:
-        parts: For each dimension of the input, the lengths it is made of.
-        groups: Positions among all parts of batch, heads, queries and keys.
-        axes: The axis behind each part, if known.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    groups: tuple[tuple[int, ...], ...]
-    axes: tuple[Axis | None, ...]
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor that broadcasts to the softmax input into axes that broadcast to [B, H, Q, K]."""
-        tensor = tensor.reshape((1,) * (len(self.parts) - tensor.dim()) + tuple(tensor.shape))
-        full = [length for lengths in self.parts for length in lengths]
-        apart = [
-            length if size != 1 else 1
-            for size, lengths in zip(tensor.shape, self.parts, strict=True)
-            for length in lengths
-        ]
-        tensor = tensor.reshape(apart)
-        shape: list[int] = []
-        for group in self.groups:
-            mixed = len({apart[i] != full[i] for i in group}) > 1
-            if mixed:
-                tensor = tensor.expand([full[i] if i in group else n for i, n in enumerate(tensor.shape)])
-            shape.append(math.prod(tensor.shape[i] for i in group))
-        order = [i for group in self.groups for i in group]
-        return tensor.permute(order).reshape(shape)
-
-
-def is_attention(tag: Tag | None, dim: int) -> bool:
-    """Tell whether a softmax over this dimension of a tagged tensor is attention.
-
-    Its axis must come from an activation: one that comes from a weight is a router or a classifier.
-    """
-    if tag is None or tag.kind != "scores" or tag.product is None:
-        return False
-    role = next((axis.role for axis in tag.layout[dim] if axis.role is not None), "right")
-    return not tag.product.weights[0 if role == "left" else 1]
-
-
-def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sighting, Tag] | None:
-    """Read a call of any softmax; `None` if it is not attention."""
-    logits = fn.argument(args, kwargs, 0, "input", "self")
-    tag = tags.get(logits)
-    if tag is None or tag.product is None or len(tag.layout) != logits.dim():
-        return None
-    dim = fn.argument(args, kwargs, 1, "dim")
-    if dim is None:  # torch's own rule where the dimension is not given
-        dim = 0 if logits.dim() in (0, 1, 3) else 1
-    dim %= logits.dim()
-    if not is_attention(tag, dim):
-        return None
-    check_measurable(logits)
-    product = tag.product
-    arrangement, swapped = _arrange(logits, tag, product, dim)
-    query, key = _factors(product, arrangement, swapped=swapped)
-    scales = [scale.per_head(product.heads) for scale in product.scales]
-    call = AttentionCall(
-        query=query,
-        key=key,
-        logits=arrangement(logits.detach()),
-        masks=tuple(arrangement(mask.detach()) for mask in tag.masks),
-        scale=tag.scale.per_head(product.heads),
-        query_scale=scales[1 if swapped else 0],
-        key_scale=scales[0 if swapped else 1],
-        plain=tag.plain,
-        head_dim=product.depth,
-    )
-    note = "" if product.heads_known or logits.dim() != 3 else POOLED_HEADS
-    differentiable = torch.is_grad_enabled() and logits.requires_grad
-    return Sighting(call=call, logits=logits, canonical=arrangement, differentiable=differentiable, note=note), tag
-
-
-def _arrange(logits: Tensor, tag: Tag, product: Product, dim: int) -> tuple[_Arrangement, bool]:
-    """Find batch, heads, queries and keys among the axes; also whether the keys are the product's left factor."""
-    parts: list[tuple[int, ...]] = []
-    axes: list[Axis | None] = []
-    keys: list[int] = []
-    for i, (size, dim_axes) in enumerate(zip(logits.shape, tag.layout, strict=True)):
-        several = len(dim_axes) > 1
-        parts.append(tuple(axis.size for axis in dim_axes) if several else (size,))
-        found: list[Axis | None] = list(dim_axes) if several else [dim_axes[0] if dim_axes else None]
-        if i == dim:
-            keys = list(range(len(axes), len(axes) + len(found)))
-        axes.extend(found)
-    role = next((axis.role for i in keys if (axis := axes[i]) is not None and axis.role is not None), None)
-    others = [i for i in range(len(axes)) if i not in keys]
-    if role is not None:
-        rows = [i for i in others if (axis := axes[i]) is not None and axis.role not in (None, role)]
-        heads = [i for i in others if any(axes[i] is head for head in product.heads)]
-    else:
-        rows, heads = others[-1:], others[-2:-1] if len(axes) >= 4 else []
-    batch = [i for i in others if i not in rows and i not in heads]
-    order = {id(axis): n for n, axis in enumerate(a for shared in product.shared.values() for a in shared)}
-    batch.sort(key=lambda i: order.get(id(axes[i]), -1))
-    heads.sort(key=lambda i: order.get(id(axes[i]), -1))
-    groups = (tuple(batch), tuple(heads), tuple(rows), tuple(keys))
-    return _Arrangement(tuple(parts), groups, tuple(axes)), role == "left"
-
-
-def _factors(product: Product, arrangement: _Arrangement, *, swapped: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return query [B, H, Q, D] and key [B, H, K, D], `None` where they no longer fit the logits."""
-    if product.left is None or product.right is None:
-        return None, None
-    batch, heads, rows, keys = arrangement.groups
-    lengths = [length for lengths in arrangement.parts for length in lengths]
-    ordered = [axis for i in (*batch, *heads) if (axis := arrangement.axes[i]) is not None and axis.size != 1]
-    shared = [axis for axes in product.shared.values() for axis in axes if axis.size != 1]
-    if {id(axis) for axis in ordered} != {id(axis) for axis in shared}:
-        return None, None
-    left = _canonical_factor(product.left, product.left_dims, product, ordered, product.heads)
-    right = _canonical_factor(product.right, product.right_dims, product, ordered, product.heads)
-    query, key = (right, left) if swapped else (left, right)
-    if query.shape[2] != math.prod(lengths[i] for i in rows) or key.shape[2] != math.prod(lengths[i] for i in keys):
-        return None, None
-    return query, key
-
-
-def _canonical_factor(
-    tensor: Tensor, dims: tuple[str, ...], product: Product, ordered: Sequence[Axis], heads: Sequence[Axis]
-) -> Tensor:
-    """Bring a factor of the product into [B, H, rows, D]."""
-    tensor = tensor.detach()
-    names: list[object] = []
-    for dim in reversed(dims):
-        axes = product.shared.get(dim)
-        position = tensor.dim() - len(names) - 1
-        if axes is None:
-            names.insert(0, dim)
-            continue
-        # One factor may be broadcast along a dimension they share.
-        whole = list(tensor.shape)
-        whole[position] = math.prod(axis.size for axis in axes)
-        tensor = tensor.expand(whole)
-        if len(axes) > 1:
-            tensor = tensor.unflatten(position, [axis.size for axis in axes])
-        names[:0] = [id(axis) for axis in axes] if axes else [None]
-    missing = [axis for dim, axes in product.shared.items() if dim not in dims for axis in axes]
-    for axis in missing:
-        tensor = tensor.unsqueeze(0).expand(axis.size, *tensor.shape)
-        names.insert(0, id(axis))
-
-    is_head = {id(axis) for axis in heads}
-    wanted = [id(axis) for axis in ordered]
-    batch = [names.index(name) for name in wanted if name not in is_head]
-    head = [names.index(name) for name in wanted if name in is_head]
-    free = [i for i, name in enumerate(names) if isinstance(name, str) and name in product.out_dims]
-    depth = [i for i, name in enumerate(names) if isinstance(name, str) and name not in product.out_dims]
-    rest = [i for i in range(tensor.dim()) if i not in (*batch, *head, *free, *depth)]
-    order = [*rest, *batch, *head, *free, *depth]
-    shape = [math.prod(tensor.shape[i] for i in group) for group in ([*rest, *batch], head, free, depth)]
-    return tensor.permute(order).reshape(shape)

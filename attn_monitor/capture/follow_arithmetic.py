@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_monitor.capture.layout import fresh
 from attn_monitor.capture.products import Scale
 from attn_monitor.capture.tags import Step, Tag, TagStore, kept
 
@@ -46,7 +47,12 @@ def _scale(tags: TagStore, tag: Tag, source: Tensor, other: Any, out: Tensor, *,
     plain = tag.plain and (scale is not None or tag.kind != "scores")
     if scale is None and tag.kind == "activation" and gain is not None and gain.shape[-1:] != source.shape[-1:]:
         scale = Scale()  # a normaliser per row undoes whatever multiplied the row before
-    tags.carry(tag, out, kept(tag, source, out), scale=scale or tag.scale, plain=plain)
+    changes = {"scale": scale or tag.scale, "plain": plain}
+    if tag.shift is not None:
+        known = not isinstance(other, Tensor) or other.numel() == 1
+        shift = (tag.shift / other if invert else tag.shift * other) if known else None
+        changes |= {"shift": shift, "sink": tag.sink if known else None}
+    tags.carry(tag, out, kept(tag, source, out), **changes)
 
 
 def _factor(other: Any, source: Tensor, tag: Tag, *, invert: bool) -> tuple[Scale | None, Tensor | None]:
@@ -98,6 +104,11 @@ def _sum(tags: TagStore, step: Step, *, sign: float) -> None:
     source, other = pair[index], pair[1 - index]
     layout = kept(tag, source, out)
     if tag.kind == "scores":
+        row = tags.get(other)
+        if row is not None and row.kind == "largest" and index == 0 and sign < 0 and source.shape == out.shape:
+            shift = other.detach() if tag.shift is None else tag.shift + other.detach()
+            tags.carry(tag, out, layout, shift=shift)
+            return
         negated = index == 1 and sign < 0  # mask - scores
         masks, plain = tag.masks if source.shape == out.shape else (), tag.plain
         if isinstance(other, Tensor):
@@ -118,6 +129,34 @@ def may_mask(tags: TagStore, tensor: Tensor) -> bool:
     """Tell whether something added may be a mask: it takes no gradient and is not made of scores itself."""
     tag = tags.get(tensor)
     return tensor.is_floating_point() and not tensor.requires_grad and (tag is None or tag.kind != "scores")
+
+
+def largest(tags: TagStore, step: Step) -> None:
+    """Follow the larger of two tensors, and the largest of each row, which may be subtracted before the softmax."""
+    if isinstance(step.argument(1, "other"), Tensor):
+        _either(tags, step)
+        return
+    tag = tags.get(step.args[0])
+    values = step.out if isinstance(step.out, Tensor) else step.out[0]
+    if tag is not None and tag.kind == "scores" and not tag.projection:
+        tags.put(values, Tag("largest", fresh(values.shape)))
+    else:
+        tags.put(values, None)
+
+
+def smallest(tags: TagStore, step: Step) -> None:
+    """Follow the smaller of two tensors."""
+    if isinstance(step.argument(1, "other"), Tensor):
+        _either(tags, step)
+    elif isinstance(step.out, Tensor):
+        tags.put(step.out, None)
+
+
+def _either(tags: TagStore, step: Step) -> None:
+    pair = (step.args[0], step.argument(1, "other"))
+    if (found := tags.operand(pair, step.out)) is not None:
+        index, tag = found
+        tags.carry(tag, step.out, kept(tag, pair[index], step.out))
 
 
 def tanh(tags: TagStore, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import EllipsisType
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_monitor.capture import functions as fn
+from attn_monitor.capture.layout import dimension, fresh, proxy
 from attn_monitor.capture.tags import Step, Tag, TagStore, kept
 
 BLOCKED = -9000.0
@@ -56,7 +59,10 @@ def _fill(tags: TagStore, tag: Tag, source: Tensor, blocked: Tensor, value: Any,
 def set_item(tags: TagStore, step: Step) -> None:
     """Follow ``scores[blocked] = value``."""
     target, index, value = step.args
+    written = tags.get(value)
     if (tag := tags.get(target)) is None:
+        if written is not None and written.kind == "scores" and not written.projection:
+            _write(tags, written, value, target, index)
         return
     if tag.kind == "scores":
         blocked = _indexed(index, target.dim()) if not isinstance(value, Tensor) and value <= BLOCKED else None
@@ -64,6 +70,21 @@ def set_item(tags: TagStore, step: Step) -> None:
         tags.put(target, replace(tag, masks=masks, plain=tag.plain and blocked is not None))
     elif tag.kind == "weight":
         tags.put(target, None)
+
+
+def _write(tags: TagStore, tag: Tag, value: Tensor, target: Tensor, index: Any) -> None:
+    """Follow scores that are written into a part of a larger tensor, as in banded attention."""
+    layout = fresh(target.shape)
+    if not fn.tensors(fn.flat([index])):
+        part = proxy(target.shape)[index]
+        for axes, stride in zip(reversed(tag.layout), reversed(part.stride()), strict=False):
+            dim = dimension(stride, target.dim())
+            if dim is not None and len(axes) == 1:
+                layout = (*layout[:dim], (axes[0].resized(target.shape[dim]),), *layout[dim + 1 :])
+            elif dim is not None and math.prod(axis.size for axis in axes) == target.shape[dim]:
+                layout = (*layout[:dim], axes, *layout[dim + 1 :])
+    product = replace(tag.product, left=None, right=None) if tag.product is not None else None
+    tags.carry(tag, target, layout, product=product, masks=(), shift=None, sink=None, plain=False)
 
 
 def _indexed(index: Any, dims: int) -> Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from attn_monitor.capture.follow_arithmetic import UNNORMALISED, may_mask
-from attn_monitor.capture.layout import Layout, fresh, sizes
+from attn_monitor.capture.layout import Layout, fresh, settled, sizes
 from attn_monitor.capture.products import Dims, Scale, einsum_dims, matmul_dims, multiply
 from attn_monitor.capture.tags import Step, Tag, TagStore
 
@@ -52,6 +52,15 @@ def einsum(tags: TagStore, step: Step) -> None:
     tags.put(step.out, None)
 
 
+def distance(tags: TagStore, step: Step) -> None:
+    """Follow the distances of queries and keys: scores that are no products."""
+    left, right = step.argument(0, "x1"), step.argument(1, "x2")
+    left_dims, right_dims, dims = matmul_dims(left.dim(), right.dim())
+    _product(tags, left, right, (left_dims, (*right_dims[:-2], "n", "d"), dims), step.out)
+    if (tag := tags.get(step.out)) is not None and tag.product is not None:
+        tags.put(step.out, replace(tag, product=replace(tag.product, left=None, right=None), plain=False))
+
+
 def mix(tags: TagStore, step: Step) -> None:
     """Follow a convolution over heads (talking heads)."""
     tag = tags.get(step.args[0])
@@ -67,6 +76,8 @@ def _product(tags: TagStore, left: Tensor, right: Tensor, dims: Dims, out: Tenso
     tags.put(out, None)
     for tag, other_is_weight in zip(given, reversed(weights), strict=True):
         if tag is None or tag.kind not in ("probabilities", "unnormalised", "scores") or tag.projection:
+            continue
+        if other_is_weight and not tag.assured:  # more likely the projection of an activation
             continue
         if other_is_weight:  # heads mixed by a matrix
             _mixed(tags, tag, out)
@@ -89,11 +100,11 @@ def _mixed(tags: TagStore, tag: Tag, out: Tensor) -> None:
     """Scores whose heads were mixed are still scores, but no longer of one query and key."""
     product = replace(tag.product, left=None, right=None) if tag.product is not None else None
     layout = tag.layout if sizes(tag.layout) == tuple(out.shape) else fresh(out.shape)
-    tags.carry(tag, out, layout, product=product, plain=False, masks=())
+    tags.carry(tag, out, layout, product=product, plain=False, masks=(), shift=None, sink=None)
 
 
 def _layout(tensor: Tensor, tag: Tag | None) -> Layout:
-    return tag.layout if tag is not None and len(tag.layout) == tensor.dim() else fresh(tensor.shape)
+    return settled(tag.layout) if tag is not None and len(tag.layout) == tensor.dim() else fresh(tensor.shape)
 
 
 def _scale(tag: Tag | None) -> Scale:

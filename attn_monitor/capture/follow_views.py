@@ -1,13 +1,14 @@
-"""Rules for what leaves a tensor what it is: views, reshapes, casts, concatenation."""
+"""Rules for what leaves a tensor what it is: views, reshapes, casts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import Axis, fresh, moved, proxy
-from attn_monitor.capture.products import Scale
-from attn_monitor.capture.tags import Step, Tag, TagStore, kept
+from attn_monitor.capture.tags import Step, TagStore, kept
 
 
 def same(tags: TagStore, step: Step) -> None:
@@ -22,7 +23,8 @@ def reshape(tags: TagStore, step: Step) -> None:
     source, out = step.args[0], step.out
     tag = tags.get_or_new(source)
     masks = tuple(mask.expand(source.shape).reshape(out.shape) for mask in tag.masks)
-    tags.carry(tag, out, masks=masks)
+    shift = tag.shift.expand(source.shape).reshape(out.shape) if tag.shift is not None else None
+    tags.carry(tag, out, masks=masks, shift=shift)
 
 
 def view(tags: TagStore, step: Step) -> None:
@@ -34,32 +36,44 @@ def view(tags: TagStore, step: Step) -> None:
         result = step.function(tensor, *rest, **step.kwargs)
         return [result] if isinstance(result, Tensor) else list(result)
 
+    shifts: Sequence[Tensor | None]
     outs = [step.out] if isinstance(step.out, Tensor) else list(step.out)
     if step.function in fn.INDEXING and fn.tensors(fn.flat(rest)):
         layouts = [fresh(out.shape) for out in outs]
     else:
         layouts = [moved(tag.layout, part) for part in run(proxy(source.shape))]
     masks = [run(mask.expand(source.shape)) for mask in tag.masks]
+    shifts = run(tag.shift.expand(source.shape)) if tag.shift is not None else [None] * len(outs)
     for i, (out, layout) in enumerate(zip(outs, layouts, strict=True)):
-        tags.carry(tag, out, layout, masks=tuple(parts[i] for parts in masks))
+        tags.carry(tag, out, layout, masks=tuple(parts[i] for parts in masks), shift=shifts[i])
 
 
-def concatenate(tags: TagStore, step: Step) -> None:
-    """Follow a concatenation, as in rotary embeddings and learned sinks."""
-    pieces, out = step.argument(0, "tensors"), step.out
-    dim = step.argument(1, "dim", "axis", default=0) % out.dim()
-    given = [tags.get(piece) for piece in pieces]
-    known = [tag for tag in given if tag is not None]
-    if not known:
+def rearrange(tags: TagStore, step: Step) -> None:
+    """Follow a function that takes entries in another order: the axes are the same, masks no longer fit."""
+    source, out = step.args[0], step.out
+    if (tag := tags.get(source)) is None:
         return
-    first = next((tag for tag in known if tag.kind not in ("activation", "weight")), known[0])
-    if first.kind == "weight" and any(tag is None or tag.kind != "weight" for tag in given):
-        first = next((tag for tag in known if tag.kind != "weight"), Tag("activation", first.layout))
-    layout = list(first.layout)
-    length = out.shape[dim]
-    layout[dim] = (layout[dim][0].resized(length) if len(layout[dim]) == 1 else Axis(length),)
-    scores = first.kind == "scores"
-    same_scale = all(tag is not None and tag.scale.same(first.scale) for tag in given)
-    scale = first.scale if scores or same_scale else Scale()
-    # The masks of the other pieces are unknown; what they were filled with is still seen in the logits.
-    tags.carry(first, out, tuple(layout), scale=scale, masks=(), plain=first.plain and not scores)
+    if source.dim() != out.dim():
+        tags.put(out, None)
+        return
+    layout = tuple(
+        axes if size == kept_size else (Axis(size),)
+        for axes, kept_size, size in zip(tag.layout, source.shape, out.shape, strict=True)
+    )
+    tags.carry(tag, out, layout, masks=(), shift=None, sink=None, plain=tag.plain and tag.kind != "scores")
+
+
+def as_strided(tags: TagStore, step: Step) -> None:
+    """Follow a view by strides, as in overlapping windows: a dimension with size and stride of an old one is that."""
+    source, out = step.args[0], step.out
+    if (tag := tags.get(source)) is None:
+        return
+    known = {
+        (size, stride): axes
+        for size, stride, axes in zip(source.shape, source.stride(), tag.layout, strict=True)
+        if size != 1
+    }
+    layout = tuple(
+        known.get((size, stride), (Axis(size),)) for size, stride in zip(out.shape, out.stride(), strict=True)
+    )
+    tags.carry(tag, out, layout, masks=(), shift=None, sink=None, plain=False)

@@ -48,13 +48,28 @@ TANH = _spellings("tanh", "tanh_")
 NO_SOFTMAX = _spellings("sigmoid", "sigmoid_", "exp", "exp_", "relu", "relu_", "softplus") | LOG_SOFTMAX
 """What is done to scores where a softmax was expected; followed to report it, not to measure it."""
 
+LARGEST = _spellings("max", "amax")
+SMALLEST = _spellings("min")
+DISTANCE = _spellings("cdist")
+
 CONCATENATE = _spellings("cat", "concat", "concatenate")
 RESHAPE = _spellings("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
-VIEW = _spellings(
-    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"),
-    *("unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "__getitem__", "select", "narrow"),
-    *("unbind", "chunk", "split", "tensor_split", "split_with_sizes"),
-) | _properties("T", "mT", "H", "mH")
+VIEW = (
+    _spellings(
+        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"),
+        *("unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "__getitem__", "select", "narrow"),
+        *("unbind", "chunk", "split", "tensor_split", "split_with_sizes"),
+    )
+    | {Tensor.unfold}
+    | _properties("T", "mT", "H", "mH")
+)
+STACK = _spellings("stack")
+REARRANGE = _spellings("roll", "flip", "index_select", "gather", "take_along_dim")
+"""Functions that take entries of a tensor in another order."""
+PAD = _spellings("pad")
+REPEAT = _spellings("repeat", "tile")
+REPEAT_INTERLEAVE = _spellings("repeat_interleave")
+AS_STRIDED = _spellings("as_strided")
 INDEXING = _spellings("__getitem__", "select")
 SAME = _spellings(
     *("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "alias"),

@@ -26,11 +26,13 @@ class Axis:
         size: Its length.
         parent: The axis it was split from.
         role: The side of a product whose free axis it is.
+        cut: The axis whose outer (0) or inner (1) half it is: together the halves are that axis again.
     """
 
     size: int
     parent: Axis | None = None
     role: Role | None = None
+    cut: tuple[Axis, int] | None = None
 
     def resized(self, size: int) -> Axis:
         """Return the axis that remains of this one after slicing or concatenation."""
@@ -50,30 +52,67 @@ def sizes(layout: Layout) -> tuple[int, ...]:
     return tuple(math.prod(axis.size for axis in dim) for dim in layout)
 
 
+def settled(layout: Layout) -> Layout:
+    """Return the layout of a product that becomes the factor of another: what its axes were to the first is over."""
+    return tuple(tuple(axis if axis.role is None else Axis(axis.size, axis.parent) for axis in dim) for dim in layout)
+
+
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
     """Return the layout after a reshape: axes merge into one dimension or split into siblings.
 
-    Where the new shape cuts an axis unevenly nothing can be said, and all axes are fresh.
+    Where the new shape cuts an axis unevenly nothing can be said: only what is the same at both ends stays.
     """
+    before, after = sizes(layout), tuple(shape)
+    if math.prod(before) != math.prod(after):
+        return fresh(shape)
+    if (whole := _regrouped(layout, after)) is not None:
+        return whole
+    lead = _common(before, after)
+    trail = _common(before[lead:][::-1], after[lead:][::-1])
+    end = len(after) - trail
+    return (*layout[:lead], *fresh(after[lead:end]), *layout[len(before) - trail :])
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many sizes are the same from the start."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
     remaining = [axis for dim in layout for axis in dim if axis.size != 1]
     result: list[tuple[Axis, ...]] = []
     for size in shape:
         dim: list[Axis] = []
         while (missing := size // max(math.prod(axis.size for axis in dim), 1)) > 1:
             if not remaining:
-                return fresh(shape)
+                return None
             axis = remaining.pop(0)
             if missing % axis.size == 0:
                 dim.append(axis)
             elif axis.size % missing == 0:
                 # A second split of the same axis yields siblings of the first: they share the outermost parent.
                 parent = axis.parent or axis
-                dim.append(Axis(missing, parent, axis.role))
-                remaining.insert(0, Axis(axis.size // missing, parent, axis.role))
+                dim.append(Axis(missing, parent, axis.role, (axis, 0)))
+                remaining.insert(0, Axis(axis.size // missing, parent, axis.role, (axis, 1)))
             else:
-                return fresh(shape)
+                return None
+            _mend(dim)
         result.append(tuple(dim))
-    return tuple(result) if not remaining else fresh(shape)
+    return tuple(result) if not remaining else None
+
+
+def _mend(dim: list[Axis]) -> None:
+    """Put the halves of an axis together again where they meet."""
+    while len(dim) >= 2 and (outer := dim[-2].cut) is not None and (inner := dim[-1].cut) is not None:
+        if outer[0] is not inner[0] or (outer[1], inner[1]) != (0, 1):
+            return
+        dim[-2:] = [outer[0]]
+
+
+def extended(layout: Layout, dim: int, length: int) -> Layout:
+    """Return the layout after a dimension got longer."""
+    axes = layout[dim]
+    return (*layout[:dim], (axes[0].resized(length) if len(axes) == 1 else Axis(length),), *layout[dim + 1 :])
 
 
 # Strides no slice step can turn into one another.
@@ -85,11 +124,16 @@ def proxy(shape: Sequence[int]) -> Tensor:
     return torch.empty_strided(tuple(shape), _PRIMES[: len(shape)], device="meta")
 
 
+def dimension(stride: int, dims: int) -> int | None:
+    """Return the dimension of a proxy that this stride belongs to."""
+    return next((i for i, prime in enumerate(_PRIMES[:dims]) if stride and stride % prime == 0), None)
+
+
 def moved(layout: Layout, view: Tensor) -> Layout:
     """Return the layout of `view`, what a view operation made of the `proxy` of a tensor with this layout."""
     dims: list[tuple[Axis, ...]] = []
     for size, stride in zip(view.shape, view.stride(), strict=True):
-        source = next((i for i, prime in enumerate(_PRIMES[: len(layout)]) if stride and stride % prime == 0), None)
+        source = dimension(stride, len(layout))
         if source is None:
             dims.append((Axis(size),) if size != 1 else ())
         elif len(layout[source]) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,10 +13,17 @@ from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from attn_monitor.capture import functions as fn
-from attn_monitor.capture.adapters import from_sdpa, from_softmax
+from attn_monitor.capture.adapters import from_sdpa
 from attn_monitor.capture.dataflow import follow
+from attn_monitor.capture.layout import fresh
 from attn_monitor.capture.sighting import Sighting, Sink, UnmeasurableError
+from attn_monitor.capture.softmax import from_softmax
 from attn_monitor.capture.tags import Tag, TagStore
+
+UNKNOWN_ORIGIN = (
+    "a softmax weighs values here, and where its logits come from was not seen (a function compiled by torch.jit, a "
+    "kernel, scores that are no product); call observe_logits on them"
+)
 
 
 def _without_override_check() -> Callable[..., Any]:
@@ -70,13 +78,16 @@ class CaptureMode(TorchFunctionMode):
     def _softmax(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._guard(from_softmax, self.tags, args, kwargs)
         if found is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._guard(self._unknown, fn.argument(args, kwargs, 0, "input", "self"), out)
+            return out
         sighting, tag = found
-        if len(tag.layout) > 2:
+        if len(tag.layout) > 2 and tag.assured:
             out = self._watched(func, args, kwargs, sighting)
             self._guard(self.tags.put, out, Tag("probabilities", tag.layout))
             return out
-        # Two dimensions may be one head's attention or a classifier's similarities: attention goes on to weigh values.
+        # Two dimensions may be one head's attention or a classifier's similarities, and who knows what the scores were
+        # through: attention goes on to weigh values.
         out = func(*args, **kwargs)
 
         def use() -> None:
@@ -85,6 +96,13 @@ class CaptureMode(TorchFunctionMode):
 
         self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use))
         return out
+
+    def _unknown(self, logits: Tensor, out: Tensor) -> None:
+        """Prepare to report that a softmax of unknown origin weighs values; routers have fewer dimensions."""
+        tag = self.tags.get(logits)
+        if logits.dim() >= 4 and (tag is None or tag.kind == "activation"):
+            use = partial(self._sink.unmeasured, UNKNOWN_ORIGIN)
+            self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use))
 
     def _watched(
         self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], sighting: Sighting | None

@@ -123,26 +123,33 @@ def multiply(
     left_sizes = dict(zip(left_dims, left.shape, strict=True))
     right_sizes = dict(zip(right_dims, right.shape, strict=True))
 
+    contracted = [dim for dim in left_dims if dim in right_axes and dim not in out_dims]
+    parents = {
+        id(axis.parent) for dim in contracted for axis in (*left_axes[dim], *right_axes[dim]) if axis.parent is not None
+    }
+    # Two free dimensions of a weight, as in a projection straight into heads, are one embedding split in two.
+    parent = [
+        Axis(math.prod(sizes[d] for d in own if d not in other)) if is_weight else None
+        for own, other, sizes, is_weight in (
+            (left_axes, right_axes, left_sizes, weights[0]),
+            (right_axes, left_axes, right_sizes, weights[1]),
+        )
+    ]
     layout: list[tuple[Axis, ...]] = []
     shared: dict[str, tuple[Axis, ...]] = {}
     for dim in out_dims:
         batch = dim in left_axes and dim in right_axes
         # A matmul broadcasts, so a leading dimension may be missing in one factor and is still a batch dimension.
         if batch or dim.startswith(("b0", "b1", "b2", "b3", "b4", ".")):
-            axes = left_axes[dim] if left_sizes.get(dim, 1) != 1 or dim not in right_axes else right_axes[dim]
+            axes = _shared_axes(left_axes.get(dim, ()), right_axes.get(dim, ()), parents)
             shared[dim] = axes
             layout.append(axes)
         else:
             role: Role = "left" if dim in left_axes else "right"
-            layout.append((Axis((left_sizes if role == "left" else right_sizes)[dim], None, role),))
+            size = (left_sizes if role == "left" else right_sizes)[dim]
+            layout.append((Axis(size, parent[0 if role == "left" else 1], role),))
 
-    contracted = [dim for dim in left_dims if dim in right_axes and dim not in out_dims]
-    parents = {
-        id(axis.parent) for dim in contracted for axis in (*left_axes[dim], *right_axes[dim]) if axis.parent is not None
-    }
-    heads = tuple(
-        axis for axes in shared.values() for axis in axes if axis.parent is not None and id(axis.parent) in parents
-    )
+    heads = _sibling_heads(list(shared.values()), parents)
     known = True
     if not heads:
         heads, known = _guess_heads(list(shared.values()), [right_sizes.get(dim, 1) for dim in shared])
@@ -160,6 +167,27 @@ def multiply(
         depth=math.prod(left_sizes[dim] for dim in contracted),
     )
     return product, tuple(layout)
+
+
+def _shared_axes(left: tuple[Axis, ...], right: tuple[Axis, ...], parents: set[int]) -> tuple[Axis, ...]:
+    """Return the axes of a dimension both factors have: the left one's unless it is broadcast or knows less."""
+    lengths = [math.prod(axis.size for axis in axes) for axes in (left, right)]
+    if lengths[0] == 1:
+        return right or left
+    siblings = [any(axis.parent is not None and id(axis.parent) in parents for axis in axes) for axes in (left, right)]
+    return right if lengths[0] == lengths[1] and siblings == [False, True] else left
+
+
+def _sibling_heads(shared: list[tuple[Axis, ...]], parents: set[int]) -> tuple[Axis, ...]:
+    """Return the axes that were split off together with the contracted one.
+
+    In the first dimension they may be folded into the batch; in a later one, what is with them is heads too.
+    """
+    heads: list[Axis] = []
+    for i, axes in enumerate(shared):
+        siblings = [axis for axis in axes if axis.parent is not None and id(axis.parent) in parents]
+        heads += axes if siblings and i > 0 else siblings
+    return tuple(heads)
 
 
 def _guess_heads(shared: list[tuple[Axis, ...]], right_sizes: list[int]) -> tuple[tuple[Axis, ...], bool]:

@@ -10,11 +10,18 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attn_monitor.capture import functions as fn
-from attn_monitor.capture.layout import Layout, fresh, reshaped
+from attn_monitor.capture.layout import Axis, Layout, fresh, reshaped
 from attn_monitor.capture.products import Product, Scale
 
-Kind: TypeAlias = Literal["activation", "weight", "scores", "probabilities", "unnormalised"]
-_PRECEDENCE: dict[Kind, int] = {"scores": 0, "probabilities": 0, "unnormalised": 0, "activation": 1, "weight": 2}
+Kind: TypeAlias = Literal["activation", "weight", "scores", "largest", "probabilities", "unnormalised"]
+_PRECEDENCE: dict[Kind, int] = {
+    "scores": 0,
+    "probabilities": 0,
+    "unnormalised": 0,
+    "activation": 1,
+    "largest": 1,
+    "weight": 2,
+}
 
 
 class Step(NamedTuple):
@@ -30,18 +37,35 @@ class Step(NamedTuple):
         return fn.argument(self.args, self.kwargs, position, *names, default=default)
 
 
+class SinkColumn(NamedTuple):
+    """A learned sink among scores: one more column, the same for every row of a head.
+
+    Attributes:
+        axis: The axis of the keys, which it lengthens.
+        start: The first key.
+        length: The number of keys.
+    """
+
+    axis: Axis
+    start: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tag:
     """What is known about a tensor.
 
     Attributes:
-        kind: An activation, a weight, the scores of a product, attention probabilities, or scores that went through
-            something else than a softmax.
+        kind: An activation, a weight, the scores of a product, the largest scores of rows, attention probabilities, or
+            scores that went through something else than a softmax.
         layout: Its axes.
         scale: What it has been multiplied with; for scores since the product.
         product: Of scores: where they come from.
         masks: Of scores: masks seen so far, broadcastable to the tensor, with the semantics of SDPA.
         plain: Of scores: nothing but scaling and masking happened since the product.
+        assured: Of scores: nothing unknown happened since the product.
+        sink: Of scores: the column among them that is none.
+        shift: Of scores: what was subtracted from whole rows, which a softmax does not notice.
         on_use: Of probabilities: called once they meet a value.
     """
 
@@ -51,6 +75,9 @@ class Tag:
     product: Product | None = None
     masks: tuple[Tensor, ...] = ()
     plain: bool = True
+    assured: bool = True
+    sink: SinkColumn | None = None
+    shift: Tensor | None = None
     on_use: Callable[[], None] | None = None
 
     @property

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from attn_monitor import AttentionProbe, AttentionStatistics
 from tests.zoo.entry import Entry, float_outputs
-from tests.zoo.truth import SEED, reported_attentions
+from tests.zoo.truth import SEED
 
 TOLERANCE = 1e-4
 """Of entropies, in nats."""
+_Entropies: TypeAlias = dict[tuple[str, ...], tuple[Tensor, Tensor]]
+"""The entropy per head and the rows per head of one or several records."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,18 @@ class Pairs:
     Attributes:
         reported: Records by the number of the attention that the model reports.
         returned: Records of attentions that the model does not report, but a module of it returns.
+        further: Records of attentions about which the model says nothing at all, though there is such a softmax.
         missed: Numbers of reported attentions without a record.
-        extra: Records without an attention of the model's.
+        unclaimed: How many other softmaxes of four dimensions have no record.
+        extra: Records with nothing like them in the model.
         difference: The largest difference of entropies.
     """
 
     reported: Mapping[int, tuple[str, ...]]
     returned: frozenset[str]
+    further: frozenset[str]
     missed: tuple[int, ...]
+    unclaimed: int
     extra: frozenset[str]
     difference: float
 
@@ -77,13 +83,6 @@ class Findings:
     pairs: Pairs
     neutral: bool
     run: Run
-
-    def summary(self) -> str:
-        shapes = {(s.head_dim, round(float(s.scale.mean()), 4) if s.scale is not None else None, s.alignment is not None) for s in self.records.values()}
-        ent = [round(float(s.entropy_normalized.nanmean()), 2) if s.entropy_normalized is not None else None for s in self.records.values()]
-        p = self.pairs
-        return (f"rep {len(p.reported) + len(p.missed)} rec {len(self.records)} missed {p.missed} ret {len(p.returned)} extra {sorted(p.extra)} diff {p.difference:.1e} "
-                f"neutral {self.neutral} shapes {shapes} ent {ent[:4]} skipped {dict(self.skipped)}")
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any], probe: AttentionProbe | None = None) -> Run:
@@ -113,44 +112,59 @@ def examine(entry: Entry, implementation: str) -> Findings:
     probe = AttentionProbe(model, per_call=True)
     watched = run(model, entry.inputs(), probe)
     records = probe.compute()
-    reported, returned = (
-        [entry.entropy(tensor) for tensor in tensors]
-        for tensors in reported_attentions(entry.model("eager"), entry.inputs())
-    )
-    return Findings(records, probe.skipped, pair(records, reported, returned), bare.same(watched), bare)
+    attentions = map(entry.entropies, entry.truth(entry.model(entry.implementations[0]), entry.inputs()))
+    return Findings(records, probe.skipped, pair(records, *attentions), bare.same(watched), bare)
 
 
 def pair(
-    records: Mapping[str, AttentionStatistics], reported: Sequence[Tensor], returned: Sequence[Tensor]
+    records: Mapping[str, AttentionStatistics],
+    reported: Sequence[Tensor],
+    returned: Sequence[Tensor],
+    softmaxes: Sequence[Tensor],
 ) -> Pairs:
     """Pair records with attentions, one to one: each attention with the nearest record that is left."""
-    free = {(name,): (stats.entropy, stats.rows) for name, stats in records.items()}
-    largest = 0.0
+    # A layer whose rows have one key each has no entropy at all.
+    every: _Entropies = {
+        (name,): (stats.entropy if stats.entropy is not None else torch.full_like(stats.rows, math.nan), stats.rows)
+        for name, stats in records.items()
+    }
+    free = dict(every)
     found: dict[int, tuple[str, ...]] = {}
-    missed: list[int] = []
+    gaps: list[float] = []
     for i, entropy in enumerate(reported):
-        names, gap = _nearest(free, entropy)
-        if gap > TOLERANCE:
-            names, gap = _nearest(_sites_together(free), entropy)
-        if gap > TOLERANCE:
-            missed.append(i)
-            continue
-        largest = max(largest, gap)
-        found[i] = names
+        names = _claim(free, entropy, gaps) or _claim(_sites_together(free), entropy, gaps)
         for name in names:
             free.pop((name,))
-    others: set[str] = set()
-    for entropy in returned:
-        names, gap = _nearest(free, entropy)
-        if gap <= TOLERANCE:
-            largest = max(largest, gap)
-            others.update(names)
-            free.pop(names)
-    extra = frozenset(name for names in free for name in names)
-    return Pairs(found, frozenset(others), tuple(missed), extra, largest)
+        if names:
+            found[i] = names
+    others: list[frozenset[str]] = []
+    for attentions in (returned, softmaxes):
+        claimed: set[str] = set()
+        for entropy in attentions:
+            if names := _claim(free, entropy, gaps):
+                claimed.update(names)
+                free.pop(names)
+        others.append(frozenset(claimed))
+    whole = every | _sites_together(every)
+    return Pairs(
+        reported=found,
+        returned=others[0],
+        further=others[1],
+        missed=tuple(i for i in range(len(reported)) if i not in found),
+        unclaimed=sum(1 for entropy in softmaxes if not _claim(whole, entropy, [])),
+        extra=frozenset(name for names in free for name in names),
+        difference=max(gaps, default=0.0),
+    )
 
 
-_Entropies = dict[tuple[str, ...], tuple[Tensor | None, Tensor]]
+def _claim(free: _Entropies, entropy: Tensor, gaps: list[float]) -> tuple[str, ...]:
+    """Return the names of the record with this entropy, none if there is none."""
+    distances = {names: _gap(own, entropy) for names, (own, _) in free.items()}
+    best = min(distances, key=distances.__getitem__, default=())
+    if not best or distances[best] > TOLERANCE:
+        return ()
+    gaps.append(distances[best])
+    return best
 
 
 def _sites_together(free: _Entropies) -> _Entropies:
@@ -161,20 +175,15 @@ def _sites_together(free: _Entropies) -> _Entropies:
     pooled: _Entropies = {}
     for names in owners.values():
         parts = [free[name,] for name in names]
-        rows = torch.stack([rows for _, rows in parts])
-        means = torch.stack([mean if mean is not None else torch.zeros(rows.shape[1]) for mean, _ in parts])
-        pooled[tuple(names)] = (means * rows).sum(0) / rows.sum(0), rows.sum(0)
+        if len({len(rows) for _, rows in parts}) == 1:
+            rows = torch.stack([rows for _, rows in parts])
+            means = torch.stack([mean for mean, _ in parts])
+            pooled[tuple(names)] = (means * rows).sum(0) / rows.sum(0), rows.sum(0)
     return pooled
 
 
-def _nearest(free: _Entropies, entropy: Tensor) -> tuple[tuple[str, ...], float]:
-    gaps = {names: _gap(own, entropy) for names, (own, _) in free.items()}
-    best = min(gaps, key=gaps.__getitem__, default=())
-    return best, gaps.get(best, math.inf)
-
-
-def _gap(own: Tensor | None, entropy: Tensor) -> float:
-    if own is None or own.shape != entropy.shape:
+def _gap(own: Tensor, entropy: Tensor) -> float:
+    if own.shape != entropy.shape:
         return math.inf
     difference = (own.double() - entropy).abs()
     both_empty = own.isnan() & entropy.isnan()

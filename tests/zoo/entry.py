@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.truth import entropy_per_head
+from tests.zoo.truth import Attentions, entropy_per_head, reported_attentions
 
 Inputs = Callable[[], dict[str, Any]]
+Truth = Callable[[nn.Module, Mapping[str, Any]], Attentions]
 Shape = tuple[int, float | None]
 """The head dimension, and the scale where it is not the textbook's."""
 
@@ -30,10 +31,17 @@ class Entry:
         inputs: Makes the keyword arguments of its forward.
         implementations: The implementations of attention it has.
         shapes: Head dimension and scale by a glob of the record's name, as the config has them.
-        unseen: Reported attentions that are not measured, as a glob of the module's name and a word of the reason that
-            `skipped` must give; no word where there is no softmax, and so nothing to skip.
+        unseen: For each reported attention that is not measured, words of the reason that `skipped` must give.
         extra: Globs of records of which the model returns no probabilities, and why that is right.
-        reported: Turns what the model reports into probabilities.
+        pieces: Softmaxes that are a part of an attention, or have their heads elsewhere, so that only what the model
+            reports can be compared.
+        reported: Turns what the model reports into probabilities; `None` if it reports something else.
+        truth: Finds out what there is to be seen.
+        training: Whether to run it in training mode.
+        repeatable: Whether two runs without a probe give the same: code compiled by torch.jit changes as it gets warm.
+        note: What to know about it.
+        unfactored: Globs of records whose scores are no longer those of one query and one key.
+        library: Where it is from.
         gain: The spread of the weights relative to fan-in scaling, so that no attention is uniform.
     """
 
@@ -42,9 +50,16 @@ class Entry:
     inputs: Inputs
     implementations: tuple[str, ...] = ("eager", "sdpa")
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    unseen: tuple[tuple[str, str], ...] = ()
+    unseen: tuple[str, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)
-    reported: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    pieces: int = 0
+    reported: Callable[[Tensor], Tensor] | None = lambda tensor: tensor
+    truth: Truth = reported_attentions
+    training: bool = True
+    repeatable: bool = True
+    note: str = ""
+    unfactored: Sequence[str] = ()
+    library: str = "transformers"
     gain: float = 1.4
 
     def model(self, implementation: str) -> nn.Module:
@@ -53,18 +68,19 @@ class Entry:
         model = self.build(implementation)
         enliven(model, self.gain)
         without_dropout(model)
-        return model.train()
+        return model.train(self.training)
 
-    def shape(self, record: str) -> tuple[int, float] | None:
-        """Return the head dimension and the scale that the config gives a record."""
+    def shape(self, record: str) -> tuple[int, float]:
+        """Return the head dimension and the scale that the config gives a record; nan for a scale that is learned."""
         for pattern, (width, scale) in self.shapes.items():
             if fnmatchcase(record, pattern):
                 return width, 1 / math.sqrt(width) if scale is None else scale
-        return None
+        raise KeyError(f"{self.name} has no shape for {record}")
 
-    def entropy(self, tensor: Tensor) -> Tensor:
-        """Return the entropy per head of an attention that the model reports."""
-        return entropy_per_head(self.reported(tensor))
+    def entropies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the entropy per head of each attention that the model reports."""
+        make = self.reported
+        return [] if make is None else [entropy_per_head(make(tensor)) for tensor in tensors]
 
 
 def transformers(config: str, model: str, *, settings: Mapping[str, Any]) -> Callable[[str], nn.Module]:

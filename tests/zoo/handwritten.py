@@ -1,0 +1,124 @@
+"""Attention as people write it themselves, where libraries do not go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.zoo.entry import BATCH, Entry, Shape, noise
+from tests.zoo.truth import all_softmaxes
+
+WIDTH, HEADS, DEPTH, LENGTH = 32, 4, 8, 9
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+class Block(nn.Module):
+    """Projects into heads [B, H, T, D], attends in the way it is given, projects back."""
+
+    def __init__(self, attend: Callable[[Block, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.vector = nn.Parameter(torch.zeros(HEADS))
+        self.router = nn.Parameter(torch.randn(WIDTH, 5))
+        self.raw = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, DEPTH)).transpose(1, 2) for part in self.project(x))
+        y: Tensor = self.out(self.attend(self, q, k, v).transpose(1, 2).flatten(2))
+        return y
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).chunk(3, -1)
+
+
+class RawBlock(Block):
+    """Projects by matrices of its own, and routes by another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        gates = (y @ self.router).softmax(-1)
+        return y + (gates @ self.router.mT) * gates.amax(-1, keepdim=True)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x @ weight for weight in self.raw)
+
+
+def nanogpt(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(CAUSAL[None, None] == 0, float("-inf"))
+    return F.softmax(att, dim=-1) @ v
+
+
+def nanogpt_flash(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0, is_causal=True)
+
+
+def heads_last(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    weights = torch.softmax(torch.einsum("bnhd,bmhd->bnmh", q, k) * DEPTH**-0.5, dim=-2)
+    return torch.einsum("bnmh,bmhd->bhnd", weights, v)
+
+
+def chunked(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([(part @ k.mT * DEPTH**-0.5).softmax(-1) @ v for part in q.split(4, dim=2)], dim=2)
+
+
+def largest_first(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / math.sqrt(DEPTH)
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+def distances(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (torch.cdist(q, k) / -0.5).softmax(-1) @ v
+
+
+def cosine(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1) / 0.1).softmax(-1) @ v
+
+
+def normalised(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10.0).softmax(-1) @ v
+
+
+def softmax_plus_one(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.pad(q @ k.mT / math.sqrt(DEPTH), (0, 1)).softmax(-1)[..., :-1] @ v
+
+
+def learned_sink(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    sink = block.vector.view(1, HEADS, 1, 1).expand(len(q), -1, LENGTH, -1)
+    return torch.cat([sink, q @ k.mT / math.sqrt(DEPTH)], dim=-1).softmax(-1)[..., 1:] @ v
+
+
+def _own(name: str, attend: Any, shape: Shape = (DEPTH, None), kind: type[Block] = Block, **more: Any) -> Entry:
+    return Entry(
+        f"by hand: {name}",
+        lambda implementation: kind(attend),
+        noise("x", (BATCH, LENGTH, WIDTH)),
+        ("eager",),
+        shapes={"*": shape},
+        truth=all_softmaxes,
+        library="torch",
+        **more,
+    )
+
+
+HANDWRITTEN = (
+    _own("nanoGPT", nanogpt),
+    _own("nanoGPT, flash", nanogpt_flash),
+    _own("raw parameters beside a raw router", nanogpt, kind=RawBlock),
+    _own("heads last, softmax on axis -2", heads_last, reported=lambda p: p.movedim(2, 1)),
+    _own("queries in chunks", chunked),
+    _own("largest subtracted", largest_first),
+    _own("distances by cdist", distances, (DEPTH, -2.0), unfactored=["*"]),
+    _own("cosine of normalised vectors", normalised, (DEPTH, 10.0)),
+    _own("cosine_similarity", cosine, unseen=("where its logits come from was not seen",)),
+    _own("softmax with one added", softmax_plus_one),
+    _own("learned sink", learned_sink),
+)
