@@ -68,6 +68,7 @@ class Collector:
         self._lost: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.owners: dict[str, nn.Module] = {}
+        self.places: set[nn.Module] = set()
         self.unselected: set[str] = set()
         self.missed = False
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
@@ -140,16 +141,20 @@ class Collector:
     def unmeasured(self, reason: str) -> None:
         """Take note of attention in the running module that can't be measured."""
         name, owner = self._owner()
-        if owner is None or is_selected(self._names.get(owner, ""), self._selected):
+        if self._settled(owner) and (owner is None or is_selected(self._names.get(owner, ""), self._selected)):
             self._skipped.setdefault(name, reason)
 
     def lost(self, error: Exception) -> None:
         """Take note that scores in the running module can't be followed any further."""
-        self._lost.setdefault(self._owner()[0], f"its scores could not be followed: {_told(error)}")
+        name, owner = self._owner()
+        if self._settled(owner):
+            self._lost.setdefault(name, f"its scores could not be followed: {_told(error)}")
 
     def failed(self, error: Exception) -> None:
         """Take note of an error of ours in the running module."""
-        self._fail(self._owner()[0], error)
+        name, owner = self._owner()
+        if self._settled(owner):
+            self._fail(name, error)
 
     def observed(self, name: str, sighting: Sighting) -> None:
         """Take a call that the user shows."""
@@ -172,6 +177,16 @@ class Collector:
         name = self._names.get(owner, "") if owner is not None else ""
         return name or self._root, owner
 
+    def _settled(self, owner: nn.Module | None) -> bool:
+        """Keep a module in which something was seen among the hooked ones; say whether it is known to be the place."""
+        if owner is None or owner in self.places:
+            return True
+        if owner in self._explored:
+            self.missed = True
+            return False
+        self.places.add(owner)
+        return True
+
     def _place(self) -> tuple[str, CallSite] | None:
         """Return the record and the call site of an attention seen now, `None` if it is not selected."""
         name, owner = self._owner()
@@ -192,6 +207,7 @@ class Collector:
                 known.append(site)
         if owner is not None:
             self.owners[name] = owner
+            self.places.add(owner)
         index = known.index(site)
         return (f"{name}#{index}" if index else name), site
 

@@ -165,10 +165,10 @@ class AttentionProbe:
             return
         names = canonical_names(self._model)
         selected = select_modules(self._modules, names)
-        owners = set(self._collector.owners.values())
+        places = self._collector.places
         if self._collector.missed:
             self._called.clear()
-        hooked = [module for module in names if module is self._model or module in owners or module not in self._called]
+        hooked = [module for module in names if module is self._model or module in places or module not in self._called]
         self._collector.missed = False
         explored = set(self._called)
         self._collector.begin(self._tracker.stack, names, selected, self._root_name(), explored=explored)

@@ -143,6 +143,7 @@ class Free(nn.Module):
     def __init__(self, function: Callable[[Free, Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
+        self.packs = False
         self.qkv = nn.Linear(E, 3 * E)
         self.matrix = nn.Parameter(torch.randn(E, 13))
         self.mixing = nn.Parameter(torch.randn(H, H))
@@ -426,3 +427,54 @@ def test_nested_tensors_are_skipped_with_their_reason() -> None:
     with AttentionProbe(model) as probe:
         model(ragged)
     assert "nested" in probe.skipped["Ragged"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.sigmoid,
+        lambda s: F.relu(s) ** 2,
+        lambda s: F.elu(s) + 1,
+        lambda s: s**2,
+    ],
+)
+def test_scores_that_another_function_normalises_are_told_each_time(function: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Sequential(Attention(lambda q, k, v: function(q @ k.mT * SCALE) @ v), Attention(SPELLINGS[0]))
+    probe = AttentionProbe(model)
+    for _ in range(3):  # also when only what was found is hooked
+        with probe:
+            model(torch.randn(B, T, E))
+        assert list(probe.skipped) == ["0"]
+        assert "observe_logits" in probe.skipped["0"]
+        assert list(probe.compute()) == ["1"]
+        probe.reset()
+
+
+def test_linear_attention_of_keys_and_values_is_no_attention() -> None:
+    def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.elu(q) @ (F.elu(k).mT @ v)
+
+    model = Attention(linear)
+    with AttentionProbe(model) as probe:
+        model(torch.randn(B, T, E))
+    assert probe.skipped == {}
+
+
+def test_heads_packed_into_a_single_query_are_heads() -> None:
+    groups, width = 2, 3
+
+    def packed(model: Free, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q[:, -1:, : groups * width * 5].unflatten(-1, (groups * width, 5)).transpose(1, 2)
+        k, v = (part[..., : groups * 5].unflatten(-1, (groups, 5)).transpose(1, 2) for part in (k, v))
+        mask = torch.zeros(B, 1, 1, T)
+        if model.packs:
+            return F.scaled_dot_product_attention(q.reshape(B, groups, width, 5), k, v, mask)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    model, x = Free(packed), torch.randn(B, T, E)
+    found = []
+    for packs in (False, True):
+        model.packs = packs
+        found.append(only(watched(model, x)))
+    assert found[1].heads == groups * width
+    assert_same(found[1], found[0])

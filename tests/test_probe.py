@@ -506,7 +506,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     else:
         monkeypatch.setattr(taps_module, "attention_gradient_sums", fail)
         monkeypatch.setattr(taps_module, "softmax_gradient_sums", fail)
-    yield request.param
+    return request.param
 
 
 def test_a_statistic_that_raises_does_not_reach_the_training(broken: str) -> None:

@@ -57,11 +57,13 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     masks: tuple[Tensor, ...] = ()
     if mask is not None:
         shape = (*query.shape[:-1], key.shape[-2])
-        masks = (mask.detach() if query.dim() == 4 else fold(mask.detach().expand(shape)),)
+        whole = query.dim() == 4 and mask.dim() == 4 and mask.shape[-2] == 1  # the same for every query
+        masks = (mask.detach() if whole else fold(mask.detach().expand(shape)),)
+    keys_fold = fold if query.dim() != 4 else _as_it_is
     call = AttentionCall(
         query=fold(query.detach()),
-        key=fold(key.detach()),
-        value=fold(value.detach()),
+        key=keys_fold(key.detach()),
+        value=keys_fold(value.detach()),
         masks=masks,
         is_causal=bool(causal),
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
@@ -74,10 +76,29 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return Sighting(call=call, logits=None, canonical=fold, differentiable=differentiable, note=note)
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _unpack(layout: Layout) -> Callable[[Tensor], Tensor]:
+    """Return what gives the heads of a group back that were packed into the queries, for a short query (decoding)."""
+    parents = {id(axis.parent) for axis in layout[3] if axis.parent is not None}
+    packed = [axis for axis in layout[2] if axis.parent is not None and id(axis.parent) in parents]
+    if not packed or layout[2][: len(packed)] != tuple(packed):
+        return _as_it_is
+    group = math.prod(axis.size for axis in packed)
+
+    def unpack(tensor: Tensor) -> Tensor:
+        apart: Tensor = tensor.unflatten(2, (group, -1))
+        return apart.flatten(1, 2)
+
+    return unpack
+
+
 def _fold(dims: int, layout: Layout) -> tuple[Callable[[Tensor], Tensor], str]:
     """Return what brings a tensor with leading dimensions [...] into [B, H, ...], and a note."""
     if dims == 4:
-        return lambda tensor: tensor, ""
+        return _unpack(layout), ""
     if dims > 4:
         return lambda tensor: tensor.flatten(0, -4), ""
     if dims == 2:

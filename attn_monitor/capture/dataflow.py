@@ -86,7 +86,7 @@ def follow(tags: TagStore, function: fn.Function, args: tuple[Any, ...], kwargs:
 def _is_score(tags: TagStore, tensor: Tensor, out: Tensor) -> bool:
     tag = tags.get(tensor)
     same = tensor.shape == out.shape and out.is_floating_point()
-    return same and tag is not None and tag.kind == "scores" and not tag.projection
+    return same and tag is not None and tag.kind in ("scores", "unnormalised") and not tag.projection
 
 
 def _makes_new(function: fn.Function) -> bool:

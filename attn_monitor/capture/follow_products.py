@@ -82,6 +82,7 @@ def _product(tags: TagStore, left: Tensor, right: Tensor, dims: Dims, out: Tenso
         if other_is_weight:  # heads mixed by a matrix
             _mixed(tags, tag, out)
             return
+        # Scores that weigh values as they are are no attention but a linear recurrence (Mamba 2, linear attention).
         if tag.kind == "unnormalised":
             tags.report(UNNORMALISED)
         if tag.on_use is not None:

@@ -45,7 +45,10 @@ MASKED_FILL = _spellings("masked_fill", "masked_fill_")
 WHERE = _spellings("where")
 SET_ITEM = _spellings("__setitem__")
 TANH = _spellings("tanh", "tanh_")
-NO_SOFTMAX = _spellings("sigmoid", "sigmoid_", "exp", "exp_", "relu", "relu_", "softplus") | LOG_SOFTMAX
+NO_SOFTMAX = LOG_SOFTMAX | _spellings(
+    *("sigmoid", "sigmoid_", "exp", "exp_", "softplus", "relu", "relu_", "leaky_relu", "elu", "gelu", "silu"),
+    *("pow", "pow_", "__pow__", "__ipow__", "square", "square_", "abs", "abs_"),
+)
 """What is done to scores where a softmax was expected; followed to report it, not to measure it."""
 
 LARGEST = _spellings("max", "amax")

@@ -124,7 +124,7 @@ ENCODERS = (
     _encoder("SqueezeBERT", "SqueezeBert", embedding_size=32, reported=softmaxed, **_EAGER),
     _encoder("MPNet", "MPNet", **_EAGER),
     _encoder("Nystromformer", "Nystromformer", num_landmarks=8, segment_means_seq_len=8, inputs=tokens(8), **_EAGER),
-    _encoder("YOSO", "Yoso", reported=None, note="hashes, no softmax", **_EAGER),
+    _encoder("YOSO", "Yoso", reported=None, told=True, note="powers of angles, no softmax", **_EAGER),
     Entry("Reformer", _reformer, tokens(16), **_EAGER, unseen=("exp and sum by hand",) * 2),
     _encoder("FNet", "FNet", note="no attention", inputs=lambda: {"input_ids": tokens()()["input_ids"]}, **_EAGER),
     _encoder("CANINE", "Canine", num_hash_buckets=32, local_transformer_stride=4, inputs=tokens(16), **_EAGER),

@@ -32,6 +32,7 @@ class Entry:
         implementations: The implementations of attention it has.
         shapes: Head dimension and scale by a glob of the record's name, as the config has them.
         unseen: For each reported attention that is not measured, words of the reason that `skipped` must give.
+        told: Whether `skipped` names attention that the model does not report either.
         extra: Globs of records of which the model returns no probabilities, and why that is right.
         pieces: Softmaxes that are a part of an attention, or have their heads elsewhere, so that only what the model
             reports can be compared.
@@ -51,6 +52,7 @@ class Entry:
     implementations: tuple[str, ...] = ("eager", "sdpa")
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
+    told: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
     pieces: int = 0
     reported: Callable[[Tensor], Tensor] | None = lambda tensor: tensor
