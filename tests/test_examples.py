@@ -79,6 +79,7 @@ def run_example(*arguments: str, logdir: Path) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute on two idle cores
 def test_demo_flags_the_collapsing_run_and_not_the_healthy_one(tmp_path: Path) -> None:
     # 60 of the 300 steps: long enough to collapse, and to pass the place where the healthy run peaks.
     run = run_example("--steps", "60", logdir=tmp_path)

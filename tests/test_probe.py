@@ -148,7 +148,7 @@ def test_the_root_is_shown_by_its_class_and_found_by_its_empty_name() -> None:
     assert found[""] is found["Attention"]
     assert "" in found
     assert pickle.loads(pickle.dumps(found))[""].heads == H
-    with pytest.raises(KeyError, match="no attention was measured in 'layers.7'; measured: Attention"):
+    with pytest.raises(KeyError, match=r"no attention was measured in 'layers.7'; measured: Attention"):
         found["layers.7"]
 
 
