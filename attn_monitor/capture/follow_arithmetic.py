@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -172,6 +171,6 @@ def no_softmax(tags: TagStore, step: Step) -> None:
     """Note scores that go through something else than a softmax, to report them if they go on to weigh values."""
     tag = tags.get(step.args[0]) if step.args else None
     if tag is not None and tag.kind in ("scores", "unnormalised") and not tag.projection:
-        tags.put(step.out, replace(tag, kind="unnormalised"))
+        tags.put(step.out, tag._replace(kind="unnormalised"))
     else:
         tags.put(step.out, None)

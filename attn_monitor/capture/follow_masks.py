@@ -67,7 +67,7 @@ def set_item(tags: TagStore, step: Step) -> None:
     if tag.kind == "scores":
         blocked = _indexed(index, target.dim()) if not isinstance(value, Tensor) and value <= BLOCKED else None
         masks = tag.masks if blocked is None else (*tag.masks, ~blocked)
-        tags.put(target, replace(tag, masks=masks, plain=tag.plain and blocked is not None))
+        tags.put(target, tag._replace(masks=masks, plain=tag.plain and blocked is not None))
     elif tag.kind == "weight":
         tags.put(target, None)
 

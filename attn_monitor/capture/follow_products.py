@@ -36,7 +36,7 @@ def baddbmm(tags: TagStore, step: Step) -> None:
     _product(tags, step.argument(1, "batch1"), step.argument(2, "batch2"), matmul_dims(3, 3), out)
     if (tag := tags.get(out)) is not None and tag.kind == "scores":
         masks = (added,) if beta == 1 and may_mask(tags, added) else ()
-        tags.put(out, replace(tag, scale=Scale(alpha), plain=beta == 0, masks=masks))
+        tags.put(out, tag._replace(scale=Scale(alpha), plain=beta == 0, masks=masks))
 
 
 def einsum(tags: TagStore, step: Step) -> None:
@@ -58,7 +58,7 @@ def distance(tags: TagStore, step: Step) -> None:
     left_dims, right_dims, dims = matmul_dims(left.dim(), right.dim())
     _product(tags, left, right, (left_dims, (*right_dims[:-2], "n", "d"), dims), step.out)
     if (tag := tags.get(step.out)) is not None and tag.product is not None:
-        tags.put(step.out, replace(tag, product=replace(tag.product, left=None, right=None), plain=False))
+        tags.put(step.out, tag._replace(product=replace(tag.product, left=None, right=None), plain=False))
 
 
 def mix(tags: TagStore, step: Step) -> None:

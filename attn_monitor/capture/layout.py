@@ -18,9 +18,9 @@ from torch import Tensor
 Role: TypeAlias = Literal["left", "right"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # made for every view of every tensor, and freezing makes that three times slower
 class Axis:
-    """An axis of a tensor, compared by identity.
+    """An axis of a tensor, compared by identity, never changed.
 
     Attributes:
         size: Its length.

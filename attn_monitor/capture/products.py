@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ Dims: TypeAlias = "tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]"
 """A letter per dimension of the left factor, the right factor and the product."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """What a tensor has been multiplied with: a number or 0-dim tensor, and possibly a value per slice of an axis."""
 
     number: Number = 1.0

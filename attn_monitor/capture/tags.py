@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -51,8 +50,7 @@ class SinkColumn(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tag:
+class Tag(NamedTuple):
     """What is known about a tensor.
 
     Attributes:
@@ -71,7 +69,7 @@ class Tag:
 
     kind: Kind
     layout: Layout
-    scale: Scale = field(default_factory=Scale)
+    scale: Scale = Scale()
     product: Product | None = None
     masks: tuple[Tensor, ...] = ()
     plain: bool = True
@@ -129,7 +127,7 @@ class TagStore:
     def carry(self, tag: Tag, out: Tensor, layout: Layout | None = None, **changes: Any) -> None:
         """Tag a result as what one of its operands was, with some changes."""
         layout = layout if layout is not None else reshaped(tag.layout, out.shape)
-        self.put(out, replace(tag, layout=layout, **changes))
+        self.put(out, tag._replace(layout=layout, **changes))
 
     def operand(self, candidates: Sequence[Any], out: Tensor) -> tuple[int, Tag] | None:
         """Return the operand that an elementwise result continues: scores before all else, then what has its shape."""
