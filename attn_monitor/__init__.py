@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from attn_monitor.callback import AttentionMonitor as AttentionMonitor
     from attn_monitor.capture.observe import observe_attention as observe_attention
     from attn_monitor.capture.observe import observe_logits as observe_logits
+    from attn_monitor.inspection import InspectedAttention as InspectedAttention
+    from attn_monitor.inspection import inspect_attention as inspect_attention
     from attn_monitor.probe import AttentionProbe as AttentionProbe
     from attn_monitor.records import AttentionStatistics as AttentionStatistics
     from attn_monitor.saturation import AttentionSaturationError as AttentionSaturationError
@@ -25,8 +27,10 @@ _EXPORTS = {
     "AttentionProbe": "attn_monitor.probe",
     "AttentionSaturationError": "attn_monitor.saturation",
     "AttentionStatistics": "attn_monitor.records",
+    "InspectedAttention": "attn_monitor.inspection",
     "SaturationEvent": "attn_monitor.saturation",
     "SaturationRule": "attn_monitor.saturation",
+    "inspect_attention": "attn_monitor.inspection",
     "observe_attention": "attn_monitor.capture.observe",
     "observe_logits": "attn_monitor.capture.observe",
 }

@@ -6,6 +6,7 @@ dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
@@ -35,10 +36,9 @@ def attention_call(
     batch, heads, queries, dim = query.shape
     if attn_mask is not None:
         _check_mask("attn_mask", attn_mask, (batch, heads, queries, key.shape[2]), "[B, H, Q, K]")
-    if isinstance(scale, Tensor) and tuple(scale.shape) not in {(), (1,), (heads,)}:
-        raise ValueError(f"`scale` expects a number, a 0-dim tensor or one value per head [{heads}], got {_of(scale)}.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"`softcap` expects a positive number, or None for no cap, got {softcap!r}.")
+    _check_scale(scale, heads)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"`softcap` expects a positive finite number, or None for no cap, got {softcap!r}.")
     return AttentionCall(
         query=query.detach(),
         key=key.detach(),
@@ -48,6 +48,16 @@ def attention_call(
         scale=max(dim, 1) ** -0.5 if scale is None else scale,
         softcap=softcap,
     )
+
+
+def check_output(output: Tensor, call: AttentionCall, value: Tensor | None) -> None:
+    """Raise `ValueError` where a kernel's output does not fit what it was given."""
+    if value is None:
+        raise ValueError("`output` needs `value` beside it: the gradients at the softmax follow from both.")
+    batch, heads, queries, _ = call.shape
+    expected = (batch, heads, queries, value.shape[-1])[4 - value.ndim :]
+    if tuple(output.shape) != expected:
+        raise ValueError(f"`output` expects the shape {list(expected)}, got {_of(output)}. Transpose it as the query.")
 
 
 def softmax_call(
@@ -128,6 +138,18 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: boo
         raise ValueError(f"`value` expects the batch, heads and keys of key {_of(key)}, got {_of(value)}.")
     if query.device != key.device:
         raise ValueError(f"`key` expects the device of query, {query.device}, got {key.device}.")
+
+
+def _check_scale(scale: object, heads: int) -> None:
+    if isinstance(scale, Tensor):
+        if tuple(scale.shape) not in {(), (1,), (heads,)}:
+            raise ValueError(
+                f"`scale` expects a number, a 0-dim tensor or one value per head [{heads}], got {_of(scale)}."
+            )
+    elif scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"`scale` expects a number, a tensor or None for 1 / sqrt(D), got {scale!r}.")
+    elif scale is not None and not math.isfinite(scale):
+        raise ValueError(f"`scale` expects a finite number, or None for 1 / sqrt(D), got {scale!r}.")
 
 
 def _check_mask(name: str, mask: Tensor, shape: tuple[int, ...], what: str) -> None:

@@ -13,7 +13,7 @@ from attn_monitor.evaluation import PREFIXES, EvaluationHooks
 from attn_monitor.lightning_compat import accumulating, log_interval, logged_step, loss_factor, stopping_waits
 from attn_monitor.notices import Notices, event_lines
 from attn_monitor.observer import Observer
-from attn_monitor.probe import AttentionProbe, check_max_queries
+from attn_monitor.probe import AttentionProbe
 from attn_monitor.publishing import Publisher
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import (
@@ -23,7 +23,7 @@ from attn_monitor.saturation import (
     SaturationRule,
     SaturationTracker,
 )
-from attn_monitor.settings import check_action, check_count, check_flag, check_stages, describe
+from attn_monitor.settings import check_action, check_count, check_flag, check_max_queries, check_stages, describe
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -67,9 +67,11 @@ class Collector:
         self._skipped: dict[str, str] = {}
         self._lost: dict[str, str] = {}
         self.notes: dict[str, str] = {}
+        self.paths: dict[str, str] = {}
         self.owners: dict[str, nn.Module] = {}
         self.places: set[nn.Module] = set()
         self.unselected: set[str] = set()
+        self.shown_in: set[str] = set()
         self.missed = False
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
@@ -156,11 +158,12 @@ class Collector:
         if self._settled(owner):
             self._fail(name, error)
 
-    def observed(self, name: str, sighting: Sighting) -> None:
+    def observed(self, name: str, sighting: Sighting, out: Tensor | None) -> None:
         """Take a call that the user shows."""
+        self.shown_in.add(self._owner()[0])
         if in_backward() and self._gradients and sighting.differentiable and saving() == "recomputation":
             self._try(name, lambda: self._taps.refill((name, ()), sighting))
-        self._take(name, (), sighting, None)
+        self._take(name, (), sighting, out)
 
     def not_observed(self, name: str, reason: str) -> None:
         """Take note of a call the user shows that can't be measured."""
@@ -229,6 +232,7 @@ class Collector:
         if isinstance(target, str) and not recomputed:
             sums = attention_sums(sighting.call, self._statistics, self._max_queries, self._generator)
             self._merge(target, sums)
+            self.paths[target] = sighting.path
             if sighting.note:
                 self.notes[target] = sighting.note
         if self._gradients and sighting.differentiable and where != "recomputation":

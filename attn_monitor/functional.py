@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_monitor.arguments import attention_call, softmax_call
 from attn_monitor.catalog import resolve_statistics
 from attn_monitor.records import AttentionStatistics
+from attn_monitor.settings import check_max_queries
 from attn_monitor.statistics import attention_sums
 
 __all__ = ["attention_statistics", "softmax_statistics"]
@@ -71,8 +72,7 @@ def attention_statistics(
         >>> stats.jacobian_trace.tolist()
         [1.0, 1.0]
     """
-    if max_queries is not None and max_queries < 1:
-        raise ValueError(f"`max_queries` expects at least 1, or None for all rows, got {max_queries!r}.")
+    check_max_queries(max_queries)
     call = attention_call(
         query,
         key,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.centred import CentredRows, known_finite
 from attn_monitor.masking import window
 from attn_monitor.records import AttentionCall, CallShape
+from attn_monitor.relative import RelativeRows, known_finite
 from attn_monitor.sums import AttentionSums, state_dtype
 from attn_monitor.tiles import Tile, TiledCall, Workspace, blocks, multiply_heads, undisturbed
 
@@ -56,8 +56,8 @@ def qualifying_entries(call: AttentionCall) -> Tensor:
         for items, heads, part in tiled.parts():
             for tile in part.tiles():
                 blocked = part.blocked(tile)
-                rows = CentredRows.of(part.logits(tile, work), blocked, work)
-                allowed = torch.ones_like(rows.centred)
+                rows = RelativeRows.of(part.logits(tile, work), blocked, work)
+                allowed = torch.ones_like(rows.gaps)
                 entries_BHQK[items, heads, tile.rows, : tile.columns] = blocked.zero_(allowed).mul_(
                     _qualifying_rows(rows)[..., None]
                 )
@@ -100,7 +100,7 @@ def _zeros(count: int, heads: int, device: torch.device) -> Tensor:
     return torch.zeros((count, heads), device=device, dtype=state_dtype(device))
 
 
-def _qualifying_rows(rows: CentredRows) -> Tensor:
+def _qualifying_rows(rows: RelativeRows) -> Tensor:
     """Return True for rows that are finite and have at least two allowed keys, [b, H, t]."""
     return (rows.count >= 2) & (rows.count == rows.blocked.allowed)
 
@@ -109,9 +109,9 @@ def _tile_sums(part: TiledCall, tile: Tile, grad_output_bHtV: Tensor, work: Work
     """Return count, squares of dS and squares of dP of the qualifying rows, [3, H]."""
     value = part.call.value
     assert value is not None, "checked by the caller"
-    rows = CentredRows.of(part.logits(tile, work), part.blocked(tile), work)
+    rows = RelativeRows.of(part.logits(tile, work), part.blocked(tile), work)
     qualifying = _qualifying_rows(rows)
-    logits = rows.bury_blocked_()
+    logits = rows.gaps
     probs = torch._softmax(logits, -1, False, out=work.second(logits))
     sink_prob = _make_room(probs, rows.largest.to(state_dtype(part.device)), part.call.sinks)
     # Each row relative to its largest entry, so that the square of 1e-25 is not 0.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from attn_monitor.capture.eager import hold_eager, release_eager
+from attn_monitor.capture.kernels.relay import install_relays, remove_relays
 from attn_monitor.capture.mode import CaptureMode
 from attn_monitor.capture.naming import Selection, canonical_names, check_selection, select_modules
 from attn_monitor.capture.observe import unwatch, watch
@@ -20,6 +21,7 @@ from attn_monitor.catalog import resolve_statistics
 from attn_monitor.collector import Collector, GradScale
 from attn_monitor.metric import AttentionMetric
 from attn_monitor.records import AttentionStatistics
+from attn_monitor.settings import check_flag, check_max_queries
 
 
 class LayerStatistics(dict[str, AttentionStatistics]):
@@ -101,6 +103,8 @@ class AttentionProbe:
             raise TypeError(f"AttentionProbe expects a torch.nn.Module, got {type(model).__name__}.")
         check_selection(modules)
         check_max_queries(max_queries)
+        check_flag("gradients", gradients)
+        check_flag("per_call", per_call)
         _check_grad_scale(grad_scale)
         self._model = model
         self._modules = modules
@@ -146,6 +150,25 @@ class AttentionProbe:
         """The names of the modules in which attention was found, also of those that are not selected."""
         return (*self._collector.owners, *sorted(self._collector.unselected))
 
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """By what the attention of a record is computed: `softmax`, `sdpa`, the name of a kernel, `observed`."""
+        return dict(self._collector.paths)
+
+    @property
+    def called(self) -> frozenset[nn.Module]:
+        """The modules that have run while they were watched."""
+        return frozenset(self._called) | self._tracker.called
+
+    @property
+    def shown_in(self) -> frozenset[str]:
+        """The names of the modules in which the user showed something."""
+        return frozenset(self._collector.shown_in)
+
+    def owner(self, record: str) -> nn.Module | None:
+        """Return the module a record belongs to; `None` for what the user showed."""
+        return self._collector.owners.get(record.partition("@")[0].partition("#")[0])
+
     def check_modules(self) -> None:
         """Raise `ValueError` if the selection of modules matches none of the model's."""
         select_modules(self._modules, canonical_names(self._model))
@@ -175,6 +198,7 @@ class AttentionProbe:
         self._attached = True
         try:
             hold_eager(self)
+            install_relays(self)
             self._tracker.attach(hooked, self._model, methods)
             watch(self._collector)
         except BaseException:
@@ -192,6 +216,7 @@ class AttentionProbe:
         self._tracker.detach()
         self._collector.end()
         self._mode.tags.clear()
+        remove_relays(self)
         release_eager(self)
 
     def compute(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
@@ -212,16 +237,6 @@ class AttentionProbe:
     def _root_name(self) -> str:
         inner = getattr(self._model, "_orig_mod", self._model)
         return type(inner).__name__
-
-
-def check_max_queries(max_queries: object) -> None:
-    """Raise where `max_queries` is neither `None` nor a positive integer."""
-    if max_queries is None:
-        return
-    if isinstance(max_queries, bool) or not isinstance(max_queries, int):
-        raise TypeError(f"`max_queries` expects a positive integer or None, got {max_queries!r}.")
-    if max_queries < 1:
-        raise ValueError(f"`max_queries` expects a positive integer or None, got {max_queries}.")
 
 
 def _check_grad_scale(grad_scale: float | Callable[[], float | Tensor]) -> None:

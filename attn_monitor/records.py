@@ -50,6 +50,8 @@ class AttentionCall:
     """[H], one learned logit per head that joins the denominator."""
     head_dim: int | None = None
     """D where it is known (always with `query`)."""
+    padding: Tensor | None = None
+    """[B, 1, Q, 1], True where a query is none: its row, which the masks must block, is not counted as masked."""
     dropout: bool = False
     """Dropout on the probabilities inside a fused kernel: gradients are then approximate."""
 

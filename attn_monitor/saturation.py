@@ -32,6 +32,9 @@ class AttentionWarning(UserWarning):
     """Every warning of attn_monitor, so that one filter can choose them."""
 
 
+_EVENT_FACTORS = ("scale_ratio", "q_rms", "k_rms", "alignment", "logit_max")
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots: LightningCLI reads vars() of a default
 class SaturationRule:
     """When a head counts as saturated: its logits spread too far for its softmax to pass gradients.
@@ -124,6 +127,7 @@ class SaturationEvent:
         ratio: The saturation ratio, inf for `"nonfinite"`.
         threshold: The limit of the ratio.
         severity: "critical" from twice the limit on, or for `"nonfinite"`; "warning" below.
+        critical_step: The step at which it became critical, which all numbers are then from; `None` before.
         cause: The likely cause, in words.
         scale_ratio: scale * sqrt(D), 1 for textbook attention.
         q_rms: Root mean square of the query entries.
@@ -141,6 +145,7 @@ class SaturationEvent:
     ratio: float
     threshold: float
     severity: Severity
+    critical_step: int | None = None
     cause: str = ""
     scale_ratio: float | None = None
     q_rms: float | None = None
@@ -149,7 +154,8 @@ class SaturationEvent:
     logit_max: float | None = None
 
     def __str__(self) -> str:
-        where = f"step {self.step}: head {self.head} of {self.layer}"
+        later = self.critical_step is not None and self.critical_step != self.step
+        where = f"step {self.critical_step if later else self.step}: head {self.head} of {self.layer}"
         if self.statistic == NONFINITE:
             noun = "logit that is" if self.value == 1 else "logits that are"
             what = f"has {self.value:.0f} allowed {noun} nan or inf"
@@ -161,7 +167,8 @@ class SaturationEvent:
                 f"is saturated, {self.statistic} {self.value:.3g} is {self.ratio:.3g} x {reference} "
                 f"(limit {self.threshold:g})"
             )
-        return f"{where} {what}{'; ' + self.cause if self.cause else ''}"
+        since = f", above the limit since step {self.step}" if later else ""
+        return f"{where} {what}{since}{'; ' + self.cause if self.cause else ''}"
 
 
 class AttentionSaturationError(RuntimeError):
@@ -298,12 +305,12 @@ class SaturationTracker:
             head.event = None
             changes.closed.append(place[1:])
         elif head.event.severity == "warning" and head.far_above >= self.rule.patience:
-            self._escalate(head, reading, changes)
+            self._escalate(head, reading, place[0], changes)
 
     def _open(self, head: _Head, reading: _Reading, place: tuple[int, str, int], changes: Changes) -> None:
         step, layer, index = place
         broken = bool(reading.nonfinite)
-        named = ("scale_ratio", "q_rms", "k_rms", "alignment", "logit_max")
+        critical = broken or head.far_above >= self.rule.patience
         head.event = SaturationEvent(
             step=step,
             layer=layer,
@@ -313,18 +320,22 @@ class SaturationTracker:
             head_dim=reading.head_dim,
             ratio=math.inf if broken else reading.ratio,
             threshold=reading.limit,
-            severity="critical" if broken or head.far_above >= self.rule.patience else "warning",
+            severity="critical" if critical else "warning",
+            critical_step=step if critical else None,
             cause=explain(reading.factors, head.baseline, since=head.since, head_dim=reading.head_dim),
-            **{name: reading.factors.get(name) for name in named},
+            **{name: reading.factors.get(name) for name in _EVENT_FACTORS},
         )
         self.events.append(head.event)
         changes.opened.append(head.event)
 
-    def _escalate(self, head: _Head, reading: _Reading, changes: Changes) -> None:
+    def _escalate(self, head: _Head, reading: _Reading, step: int, changes: Changes) -> None:
         old = head.event
         assert old is not None, "only an open event escalates"
         cause = explain(reading.factors, head.baseline, since=head.since, head_dim=reading.head_dim)
-        head.event = replace(old, severity="critical", value=reading.value, ratio=reading.ratio, cause=cause)
+        named: dict[str, Any] = {name: reading.factors.get(name) for name in _EVENT_FACTORS}
+        head.event = replace(
+            old, severity="critical", critical_step=step, value=reading.value, ratio=reading.ratio, cause=cause, **named
+        )
         if old in self.events:  # the list is the user's to clear
             self.events[self.events.index(old)] = head.event
         changes.escalated.append(head.event)

@@ -1,4 +1,4 @@
-"""Checks of the callback's arguments: what was expected, what came, what to do."""
+"""Checks of settings: what was expected, what came, what to do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def check_count(name: str, value: object, least: int) -> None:
         raise TypeError(f"`{name}` expects a whole number, got {value!r} of type {type(value).__name__}.")
     if value < least:
         raise ValueError(f"`{name}` expects a whole number of at least {least}, got {value}.")
+
+
+def check_max_queries(max_queries: object) -> None:
+    """Raise where `max_queries` is neither `None` nor a positive integer."""
+    if max_queries is None:
+        return
+    if isinstance(max_queries, bool) or not isinstance(max_queries, int):
+        raise TypeError(f"`max_queries` expects a positive integer or None, got {max_queries!r}.")
+    if max_queries < 1:
+        raise ValueError(f"`max_queries` expects a positive integer or None, got {max_queries}.")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.centred import CentredRows, known_finite
 from attn_monitor.masking import finite_indicator
 from attn_monitor.records import AttentionCall
+from attn_monitor.relative import RelativeRows, known_finite
 from attn_monitor.rows import RowValues
 from attn_monitor.sums import MOMENTS, AttentionSums, LayerFacts, state_dtype
 from attn_monitor.tiles import Tile, TiledCall, Workspace, per_head, undisturbed
@@ -112,7 +112,7 @@ def attention_sums(
             keys=shape.keys,
             calls=1,
         )
-        return _pooled(rows, call, wanted, keys, facts)
+        return _pooled(rows, tiled.call, wanted, keys, facts)
 
 
 def _reshapes_products(call: AttentionCall) -> bool:
@@ -171,10 +171,10 @@ def _row_values(
     product = part.product(tile, work) if part.call.logits is None or wanted.qk_apart else None
     if wanted.qk_apart:
         assert product is not None, "chosen only where the product is known"
-        apart = CentredRows.of(work.second(product).copy_(product), blocked, work)
-        values |= _named("qk", apart.moments())
-    rows = CentredRows.of(part.logits(tile, work, product), blocked, work, smallest=wanted.smallest)
-    values |= _named("logit", rows.moments()) if wanted.moments else {"logit_n": rows.count}
+        apart = RelativeRows.of(work.second(product).copy_(product), blocked, work)
+        values |= _named("qk", apart.moments(work.take(4, product.shape)))
+    rows = RelativeRows.of(part.logits(tile, work, product), blocked, work, smallest=wanted.smallest)
+    values |= _named("logit", rows.moments(work.second(rows.gaps))) if wanted.moments else {"logit_n": rows.count}
     values["largest"] = rows.largest
     if rows.smallest is not None:
         values["negated_smallest"] = -rows.smallest
@@ -188,18 +188,17 @@ def _named(prefix: str, moments: tuple[Tensor, Tensor, Tensor]) -> dict[str, Ten
 
 
 def _softmax_values(
-    rows: CentredRows, sinks: Tensor | None, first: Tensor | None, work: Workspace, *, cubes: bool
+    rows: RelativeRows, sinks: Tensor | None, first: Tensor | None, work: Workspace, *, cubes: bool
 ) -> dict[str, Tensor | int]:
-    """Return what the probabilities of each row are made of; the centred logits are overwritten.
+    """Return what the probabilities of each row are made of; the relative logits are overwritten.
 
     With e = exp(s - m), m the row maximum, the maximal keys are set aside (their e is 1) and e, e^2, e^3 and e (m - s)
     are summed over the rest: nothing cancels later, however close to one-hot the row is. The softmax of torch is
     faster than its exp; dividing by the largest probability turns p into e.
     """
-    gaps = rows.bury_blocked_()
+    gaps = rows.gaps
     probs = torch._softmax(gaps, -1, False, out=work.second(gaps))
     top = probs.amax(-1)
-    gaps.sub_((rows.largest - rows.shift)[..., None])
     scratch = work.third(gaps)
     values: dict[str, Tensor | int] = {"weighted": -torch.mul(probs, gaps, out=scratch).sum(-1) / top}
     if first is not None:
@@ -249,6 +248,8 @@ def _pooled(rows: RowValues, call: AttentionCall, wanted: _Wanted, keys_2H: Tens
     """Combine the rows of each head and add what the call itself says."""
     heads = call.shape.heads
     values = rows.sums(sink=call.sinks is not None)
+    if call.padding is not None:
+        values["masked_rows"] = values["masked_rows"] - call.padding.sum()
     if wanted.queries and "q_sq" in values:
         values["q_sq"] /= per_head(call.query_scale, heads, keys_2H).square()
     if wanted.keys:

@@ -44,7 +44,7 @@ class _Slot:
     record: Hashable
     site: Hashable
     canonical: Callable[[Tensor], Tensor]
-    payload: AttentionCall | Tensor | None = None
+    payload: AttentionCall | Tensor | Callable[[], AttentionCall] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     early: list[tuple[Gradient, Tensor]] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class GradientTaps:
         self._failed = failed
         # Only the hooks themselves, and so the graph, keep a slot alive.
         self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
-        self._recomputed: dict[Hashable, list[AttentionCall | Tensor]] = {}
+        self._recomputed: dict[Hashable, list[AttentionCall | Tensor | Callable[[], AttentionCall]]] = {}
         self._waiting: dict[Hashable, list[_Slot]] = {}
 
     def tap(
@@ -107,8 +107,8 @@ class GradientTaps:
         self._waiting.clear()
         self._recomputed.clear()
 
-    def _payload(self, sighting: Sighting) -> AttentionCall | Tensor:
-        return sighting.call if sighting.logits is None else qualifying_entries(sighting.call)
+    def _payload(self, sighting: Sighting) -> AttentionCall | Tensor | Callable[[], AttentionCall]:
+        return sighting.make or sighting.call if sighting.logits is None else qualifying_entries(sighting.call)
 
     def received(self, slot: _Slot, kind: Gradient, gradient: Tensor) -> None:
         """Take a gradient, in the backward pass."""
@@ -143,6 +143,8 @@ class GradientTaps:
         gradient = slot.canonical(gradient.detach())
         if isinstance(slot.payload, AttentionCall):
             sums = attention_gradient_sums(slot.payload, gradient)
+        elif slot.payload is not None and not isinstance(slot.payload, Tensor):
+            sums = attention_gradient_sums(slot.payload(), gradient)
         elif slot.payload is not None:
             logits, probs = (gradient, None) if kind == "logits" else (None, gradient)
             sums = softmax_gradient_sums(slot.payload, grad_logits=logits, grad_probs=probs)

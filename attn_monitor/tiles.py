@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 
 class Workspace:
-    """Three tiles' worth of memory that is used again for every tile of a call.
+    """A few tiles' worth of memory that is used again for every tile of a call.
 
     Args:
         device: Where it is.
@@ -45,7 +45,7 @@ class Workspace:
         self._memory: dict[int, Tensor] = {}
 
     def take(self, number: int, shape: Sequence[int]) -> Tensor:
-        """Return one of the three tiles in some shape; whatever it held is lost."""
+        """Return one of the tiles in some shape; whatever it held is lost."""
         size = math.prod(shape)
         memory = self._memory.get(number)
         if memory is None or len(memory) < size:
@@ -187,7 +187,8 @@ class TiledCall:
             return tensor if tensor is None or tensor.shape[2] == 1 else tensor.index_select(2, index)
 
         masks = tuple(mask if mask.shape[2] == 1 else mask.index_select(2, index) for mask in self.call.masks)
-        call = replace(self.call, query=pick(self.call.query), logits=pick(self.call.logits), masks=masks)
+        query, logits, padding = (pick(tensor) for tensor in (self.call.query, self.call.logits, self.call.padding))
+        call = replace(self.call, query=query, logits=logits, padding=padding, masks=masks)
         return replace(self, call=call, positions=rows.tolist())
 
     def parts(self) -> Iterator[tuple[slice, slice, TiledCall]]:

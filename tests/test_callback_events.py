@@ -125,7 +125,7 @@ def test_stop_ends_the_fit_after_the_step_that_made_an_event_critical() -> None:
     assert (trainer.global_step, trainer.should_stop) == (3, True)
     assert len(said) == 2
     assert said[1].startswith(
-        "AttentionMonitor: training stops, 1 head is critical:\n  step 0: head 1 of net.blocks.0 is saturated, "
+        "AttentionMonitor: training stops, 1 head is critical:\n  step 2: head 1 of net.blocks.0 is saturated, "
     )
     assert monitor.events[0].severity == "critical"
 
@@ -149,7 +149,9 @@ def test_raise_ends_the_fit_with_the_critical_events(tmp_path: Path) -> None:
     monitor = AttentionMonitor(on_saturation="raise")
     logger = TensorBoardLogger(tmp_path)
     model = Scripted([0.6, 1.2, 1.2])
-    with pytest.raises(AttentionSaturationError, match=r"step 0: head 1 of net\.blocks\.0 is saturated") as raised:
+    with pytest.raises(
+        AttentionSaturationError, match=r"step 1: head 1 of net\.blocks\.0 is saturated.*since step 0"
+    ) as raised:
         fit(model, monitor, 3, logger=logger)
     assert raised.value.events == monitor.events
     assert (model.global_step, [event.severity for event in monitor.events]) == (2, ["critical"])

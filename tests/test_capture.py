@@ -415,20 +415,6 @@ def test_scripted_modules_are_skipped_and_the_rest_is_measured() -> None:
     torch.jit.script(Plus())
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_nested_tensors_are_skipped_with_their_reason() -> None:
-    class Ragged(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.unflatten(-1, (H, D)).transpose(1, 2)
-            return F.scaled_dot_product_attention(x, x, x)
-
-    model = Ragged()
-    ragged = torch.nested.nested_tensor([torch.randn(5, E), torch.randn(3, E)], layout=torch.jagged)
-    with AttentionProbe(model) as probe:
-        model(ragged)
-    assert "nested" in probe.skipped["Ragged"]
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -616,8 +616,8 @@ def test_bad_inputs_get_a_clear_error(arguments: Any, error: type[Exception], me
         ),
         ({"attn_mask": torch.zeros(5, 11).int()}, TypeError, r"expects bool .* or float .*got torch.int32.*mask.bool"),
         ({"scale": torch.zeros(2)}, ValueError, r"one value per head \[3\], got of shape \[2\]"),
-        ({"softcap": 0.0}, ValueError, r"`softcap` expects a positive number.*got 0.0"),
-        ({"max_queries": 0}, ValueError, r"`max_queries` expects at least 1.*got 0"),
+        ({"softcap": 0.0}, ValueError, r"`softcap` expects a positive finite number.*got 0.0"),
+        ({"max_queries": 0}, ValueError, r"`max_queries` expects a positive integer or None, got 0"),
         ({"statistics": ["entropi"]}, ValueError, r"Unknown statistics \['entropi'\]"),
         ({"statistics": "entropy"}, TypeError, r"Write statistics=\['entropy'\]"),
     ],
@@ -654,3 +654,28 @@ def test_without_a_batch_axis_there_is_one_item() -> None:
     query, key = make_inputs(batch=1)
     one: AttentionStatistics = attention_statistics(query[0], key[0], is_causal=True)
     assert_matches(one, attention_reference(query, key, is_causal=True), names=PROBABILITIES)
+
+
+@pytest.mark.parametrize("std", [1e3, 1e4, 1e5])
+def test_near_ties_among_huge_logits_are_as_exact_as_the_logits(std: float) -> None:
+    logits = std * torch.randn(2, 3, 50, 16)
+    largest = logits.amax(-1, keepdim=True)
+    logits[..., :3] = largest - 2 * torch.rand(2, 3, 50, 3)  # several probabilities of the same size
+    found = softmax_statistics(logits)
+    wanted = softmax_reference(logits.double(), torch.ones_like(logits, dtype=torch.bool))
+    assert_matches(found, wanted, relative=1e-6, absolute=1e-7, names=PROBABILITIES)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scale": "a"}, TypeError, r"`scale` expects a number, a tensor or None .*, got 'a'"),
+        ({"scale": math.nan}, ValueError, r"`scale` expects a finite number, .* got nan"),
+        ({"max_queries": 1.5}, TypeError, r"`max_queries` expects a positive integer or None, got 1.5"),
+        ({"softcap": math.inf}, ValueError, r"`softcap` expects a positive finite number"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    query, key = make_inputs()
+    with pytest.raises(error, match=message):
+        attention_statistics(query, key, **options)

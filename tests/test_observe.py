@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_monitor import AttentionProbe, observe_attention, observe_logits
-from tests.reference import assert_matches, attention_reference, softmax_reference
+from tests.reference import assert_matches, attention_reference, gradient_reference, softmax_reference
 
 B, H, G, Q, K, D = 2, 6, 3, 7, 11, 5
 
@@ -62,6 +64,78 @@ def test_shown_logits_have_their_gradient(reentrant: bool | None) -> None:
     assert stats.grad_logits_norm is not None
     torch.testing.assert_close(stats.grad_logits_norm, gradient.norm()[None], rtol=1e-5, atol=0)
     assert (stats.calls, stats.head_dim, stats.scale) == (1, D, None)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_shown_output_gives_the_gradients(batched: bool) -> None:
+    q, k, v = torch.randn(B, H, Q, D), torch.randn(B, G, K, D), torch.randn(B, G, K, D)
+    if not batched:
+        q, k, v = q[0], k[0], v[0]
+
+    class Shown(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with torch.no_grad():
+                weights = (q @ k.repeat_interleave(H // G, -3).mT).softmax(-1)
+            out = weights @ v.repeat_interleave(H // G, -3)
+            observe_attention("kernel", q, k, v, scale=1.0, enable_gqa=True, output=out)
+            return out
+
+    model = Shown()
+    with AttentionProbe(model, modules=lambda name, _: name == "") as probe:
+        out = model(q, k, v.requires_grad_())
+        out.square().sum().backward()
+    stats = probe.compute()["kernel"]
+    q, k, v, out = (x.detach() if batched else x.detach()[None] for x in (q, k, v, out))
+    expected = gradient_reference(q, k, v, 2 * out, scale=1.0)
+    assert_matches(stats, attention_reference(q, k, scale=1.0))
+    assert_matches(stats, expected, names=("grad_logits_norm", "grad_probs_norm", "gradient_gain"))
+
+
+def test_an_output_that_does_not_fit_is_skipped_with_the_shapes() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            observe_attention("transposed", x, x, x, output=x.transpose(1, 2))
+            observe_attention("without value", x, x, output=x)
+            return x
+
+    with AttentionProbe(model := Wrong()) as probe:
+        model(torch.zeros(B, H, Q, D))
+    assert dict(probe.compute()) == {}
+    assert "expects the shape [2, 6, 7, 5], got of shape [2, 7, 6, 5]" in probe.skipped["transposed"]
+    assert "needs `value`" in probe.skipped["without value"]
+
+
+def test_compiled_without_graph_breaks_and_recorded_when_watched() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = self.gate(x)
+            observe_logits("router", logits)
+            observe_attention("kernel", x[None], x[None], x[None], output=x[None])
+            return logits.softmax(-1).square().sum()
+
+    traced: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(1)
+        return graph
+
+    model, x = Router(), torch.randn(Q, D)
+    compiled: Any = torch.compile(model, fullgraph=True, backend=backend)
+    compiled(x).backward()
+    with AttentionProbe(compiled) as probe:
+        compiled(x).backward()
+    stats = probe.compute()
+    assert set(stats) == {"router", "kernel"}
+    with torch.no_grad():
+        logits = model.gate(x)
+    assert_matches(stats["router"], softmax_reference(logits[None, None], torch.ones(Q, 3, dtype=torch.bool)))
+    assert stats["router"].grad_logits_norm is not None
+    compiled(x).backward()
+    assert traced == [1]
 
 
 def test_nothing_happens_when_nothing_watches() -> None:

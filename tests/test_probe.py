@@ -67,6 +67,8 @@ class Net(nn.Module):
         ({"grad_scale": 0.0}, ValueError, "positive finite number, got 0.0"),
         ({"grad_scale": math.nan}, ValueError, "positive finite number, got nan"),
         ({"grad_scale": "1"}, TypeError, "number or a callable"),
+        ({"gradients": "yes"}, TypeError, "`gradients` expects True or False, got 'yes'"),
+        ({"per_call": 1}, TypeError, "`per_call` expects True or False, got 1"),
         ({"modules": 3}, TypeError, "name or glob, a module type, a predicate"),
         ({"modules": dict}, TypeError, "not a torch.nn.Module"),
         ({"modules": []}, ValueError, "selects nothing"),

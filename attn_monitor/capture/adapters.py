@@ -73,7 +73,7 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         dropout=bool(dropout),
     )
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return Sighting(call=call, logits=None, canonical=fold, differentiable=differentiable, note=note)
+    return Sighting(call=call, logits=None, canonical=fold, differentiable=differentiable, note=note, path="sdpa")
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

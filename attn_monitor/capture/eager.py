@@ -19,6 +19,12 @@ def hold_eager(holder: object) -> None:
     _holders.add(holder)
 
 
+def hold_eager_now() -> None:
+    """Do so even though nothing was compiled so far, right before something is; without a holder do nothing."""
+    if _holders and not _stances:
+        _stances.append(torch.compiler.set_stance("force_eager"))
+
+
 def release_eager(holder: object) -> None:
     """Let go; the last holder brings back the stance there was before, which may be the user's own."""
     _holders.discard(holder)

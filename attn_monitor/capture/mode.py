@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,11 @@ from torch.overrides import TorchFunctionMode
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.adapters import from_sdpa
 from attn_monitor.capture.dataflow import follow
+from attn_monitor.capture.kernels.nested import from_nested, is_nested
+from attn_monitor.capture.kernels.registry import OPERATORS, Adapter, operator_adapter, read_kernel
 from attn_monitor.capture.layout import fresh
+from attn_monitor.capture.observe import shown
+from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting, Sink, UnmeasurableError
 from attn_monitor.capture.softmax import from_softmax
 from attn_monitor.capture.tags import Tag, TagStore
@@ -40,6 +46,12 @@ def _without_override_check() -> Callable[..., Any]:
     return function
 
 
+class _Muted(threading.local):
+    """Whether this thread is inside a kernel that is reported as a whole."""
+
+    now = False
+
+
 class CaptureMode(TorchFunctionMode):
     """Reports every attention call to a sink. The model's own results pass through untouched."""
 
@@ -47,20 +59,28 @@ class CaptureMode(TorchFunctionMode):
         super().__init__()
         self._sink = sink
         self.tags = TagStore(sink.unmeasured)
+        self._muted = _Muted()
+        self._reports = 0
+        self._blind: set[Any] = set()
 
     def __torch_function__(
         self, func: fn.Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a torch function, and look at it."""
         kwargs = kwargs or {}
+        if self._muted.now:
+            return func(*args, **kwargs)
         if func is fn.MULTI_HEAD:
             function = _without_override_check()
             with self:
                 return function(*args, **kwargs)
         if func is fn.SDPA:
-            return self._watched(func, args, kwargs, self._guard(from_sdpa, self.tags, args, kwargs))
+            read = from_nested if is_nested(args, kwargs) else partial(from_sdpa, self.tags)
+            return self._watched(func, args, kwargs, self._guard(read, args, kwargs))
         if func in fn.SOFTMAX:
             return self._softmax(func, args, kwargs)
+        if isinstance(func, OPERATORS) and (adapter := operator_adapter(func)) is not None:
+            return self.kernel(adapter, func, func, *args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, (Tensor, tuple, list)) or func in fn.SET_ITEM:
             self._follow(func, args, kwargs, out)
@@ -91,6 +111,7 @@ class CaptureMode(TorchFunctionMode):
         out = func(*args, **kwargs)
 
         def use() -> None:
+            self._reports += 1
             self._sink.before(sighting)
             self._sink.after(sighting, out)
 
@@ -101,7 +122,11 @@ class CaptureMode(TorchFunctionMode):
         """Prepare to report that a softmax of unknown origin weighs values; routers have fewer dimensions."""
         tag = self.tags.get(logits)
         if logits.dim() >= 4 and (tag is None or tag.kind == "activation"):
-            use = partial(self._sink.unmeasured, UNKNOWN_ORIGIN)
+
+            def use() -> None:
+                self._reports += 1
+                self._sink.unmeasured(UNKNOWN_ORIGIN)
+
             self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use))
 
     def _watched(
@@ -109,9 +134,49 @@ class CaptureMode(TorchFunctionMode):
     ) -> Any:
         if sighting is None:
             return func(*args, **kwargs)
+        self._reports += 1
         self._sink.before(sighting)
         out = func(*args, **kwargs)
-        self._sink.after(sighting, out)
+        self._report(sighting, out)
+        return out
+
+    def _report(self, sighting: Sighting, out: Any) -> None:
+        """Report a call that has run; without its gradients where its output is not the tensor that was expected."""
+        tensor = out[0] if isinstance(out, (tuple, list)) and out else out
+        if sighting.make is None or (isinstance(tensor, Tensor) and self._guard(_fits, sighting, tensor)):
+            self._sink.after(sighting, tensor)
+        else:
+            note = "gradients not measured: the output of the kernel has another shape than expected"
+            self._sink.after(replace(sighting, differentiable=False, note=note), tensor)
+
+    @property
+    def muted(self) -> bool:
+        """Whether this thread is inside a kernel that is reported as a whole."""
+        return self._muted.now
+
+    def kernel(self, adapter: Adapter, call: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a kernel and report it as a whole, whatever it is made of."""
+        sighting = self._guard(read_kernel, adapter, function, args, kwargs)
+        self._muted.now = sighting is not None
+        try:
+            return self._watched(call, args, kwargs, sighting)
+        finally:
+            self._muted.now = False
+
+    def unseen_kernel(
+        self, adapter: Adapter, call: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function and report it as a whole unless something was seen, or shown, inside it."""
+        if function in self._blind and in_backward():
+            # A recomputation may get no further than the kernel, and wants the call before.
+            return self.kernel(adapter, call, function, *args, **kwargs)
+        before = self._reports, shown()
+        out = call(*args, **kwargs)
+        if (self._reports, shown()) == before:
+            sighting = self._guard(read_kernel, adapter, function, args, kwargs)
+            if sighting is not None:
+                self._blind.add(function)
+                self._report(sighting, out)
         return out
 
     def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -120,7 +185,16 @@ class CaptureMode(TorchFunctionMode):
             with DisableTorchFunction():
                 return function(*args)
         except UnmeasurableError as error:
+            self._reports += 1
             self._sink.unmeasured(str(error))
         except Exception as error:
             self._sink.failed(error)
         return None
+
+
+def _fits(sighting: Sighting, out: Tensor) -> bool:
+    """Tell whether the output of a kernel becomes [B, H, Q, V]."""
+    query, value = sighting.call.query, sighting.call.value
+    if query is None or value is None:
+        return False
+    return tuple(sighting.canonical(out.detach()).shape) == (*query.shape[:3], value.shape[-1])

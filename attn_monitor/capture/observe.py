@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from attn_monitor.arguments import attention_call, softmax_call
+from attn_monitor.arguments import attention_call, check_output, softmax_call
 from attn_monitor.capture.adapters import check_measurable
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
 
@@ -16,14 +16,31 @@ from attn_monitor.capture.sighting import Sighting, UnmeasurableError
 class Watcher(Protocol):
     """Takes what the user shows. None of its methods may raise."""
 
-    def observed(self, name: str, sighting: Sighting) -> None:
-        """Take a call under a name of the user's."""
+    def observed(self, name: str, sighting: Sighting, out: Tensor | None) -> None:
+        """Take a call under a name of the user's, with the kernel's output if that was shown."""
 
     def not_observed(self, name: str, reason: str) -> None:
         """Take note of a call that can't be measured."""
 
 
 _watchers: list[Watcher] = []
+
+
+class _Shown:
+    """Counts the calls that users have shown."""
+
+    calls = 0
+
+
+def shown() -> int:
+    """Return how many calls users have shown so far."""
+    return _Shown.calls
+
+
+def _show(name: str, sighting: Sighting, out: Tensor | None) -> None:
+    _Shown.calls += 1
+    for watcher in tuple(_watchers):
+        watcher.observed(name, sighting, out)
 
 
 def watch(watcher: Watcher) -> None:
@@ -49,6 +66,7 @@ def observe_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
+    output: Tensor | None = None,
 ) -> None:
     """Show an attention that no one can see from outside: a custom kernel, an extension, a hand-written softmax.
 
@@ -65,14 +83,17 @@ def observe_attention(
         scale: Multiplies q.k, 1 / sqrt(D) by default.
         enable_gqa: H may be a multiple of G.
         softcap: Logits are softcap * tanh(scale * q.k / softcap).
+        output: What the kernel returned, [B, H, Q, V] or [H, Q, V]. With it, and `value`, the gradients are measured,
+            from the gradient that this tensor receives.
 
     Example:
         >>> import torch
         >>> from attn_monitor import AttentionProbe, observe_attention
         >>> class Kernel(torch.nn.Module):
         ...     def forward(self, q, k, v):
-        ...         observe_attention("kernel", q, k, v, is_causal=True)
-        ...         return v  # a kernel of your own
+        ...         out = torch.softmax(q @ k.mT, -1) @ v  # a kernel of your own
+        ...         observe_attention("kernel", q, k, v, output=out)
+        ...         return out
         >>> model, qkv = Kernel(), torch.randn(3, 2, 4, 5, 8)
         >>> with AttentionProbe(model) as probe:
         ...     _ = model(*qkv)
@@ -95,13 +116,21 @@ def observe_attention(
                 softcap=softcap,
             )
             # Without the kernel's output nothing tells the gradient.
-            sighting = Sighting(call=call, logits=None, canonical=lambda tensor: tensor, differentiable=False)
+            differentiable = output is not None and torch.is_grad_enabled() and output.requires_grad
+            if output is not None:
+                check_output(output, call, value)
+            sighting = Sighting(
+                call=call,
+                logits=None,
+                canonical=lambda tensor: tensor if tensor.ndim == 4 else tensor[None],
+                differentiable=differentiable,
+                path="observed",
+            )
     except (UnmeasurableError, ValueError, TypeError) as error:
         for watcher in tuple(_watchers):
             watcher.not_observed(name, str(error))
         return
-    for watcher in tuple(_watchers):
-        watcher.observed(name, sighting)
+    _show(name, sighting, output)
 
 
 def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | None = None) -> None:
@@ -137,10 +166,11 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
             check_measurable(logits)
             call, canonical = softmax_call(logits.detach(), dim=dim, head_dim=head_dim)
             differentiable = torch.is_grad_enabled() and logits.requires_grad
-            sighting = Sighting(call=call, logits=logits, canonical=canonical, differentiable=differentiable)
+            sighting = Sighting(
+                call=call, logits=logits, canonical=canonical, differentiable=differentiable, path="observed"
+            )
     except (UnmeasurableError, ValueError, TypeError, IndexError) as error:
         for watcher in tuple(_watchers):
             watcher.not_observed(name, str(error))
         return
-    for watcher in tuple(_watchers):
-        watcher.observed(name, sighting)
+    _show(name, sighting, None)

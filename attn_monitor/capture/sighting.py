@@ -26,6 +26,8 @@ class Sighting:
             of a kernel's output into [B, H, Q, V].
         differentiable: Whether a gradient will flow through.
         note: What the user should know about the numbers.
+        path: By what the attention is computed.
+        make: Makes the call again; given where keeping it for the backward pass would cost memory.
     """
 
     call: AttentionCall
@@ -33,6 +35,8 @@ class Sighting:
     canonical: Callable[[Tensor], Tensor]
     differentiable: bool
     note: str = ""
+    path: str = ""
+    make: Callable[[], AttentionCall] | None = None
 
 
 class Sink(Protocol):

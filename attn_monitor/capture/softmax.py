@@ -103,7 +103,10 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def canonical(tensor: Tensor) -> Tensor:
         return arrangement(keys(tensor))
 
-    return Sighting(call=call, logits=logits, canonical=canonical, differentiable=differentiable, note=note), tag
+    sighting = Sighting(
+        call=call, logits=logits, canonical=canonical, differentiable=differentiable, note=note, path="softmax"
+    )
+    return sighting, tag
 
 
 def _keys_only(dim: int, sink: SinkColumn | None) -> Callable[..., Tensor]:
