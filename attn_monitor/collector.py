@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
 
 from attn_monitor.capture.naming import CallSite, call_site, is_helper, is_selected
 from attn_monitor.capture.ownership import in_backward
@@ -17,6 +16,7 @@ from attn_monitor.catalog import GRADIENTS
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
 from attn_monitor.taps import GradientTaps, saving
+from attn_monitor.unseen import unseen
 
 GradScale: TypeAlias = "float | Callable[[], float | Tensor]"
 
@@ -278,7 +278,7 @@ class Collector:
 
     def _try(self, record: str, action: Callable[[], Any]) -> None:
         try:
-            with DisableTorchFunction():
+            with unseen():
                 action()
         except Exception as error:
             self._fail(record, error)

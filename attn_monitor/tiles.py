@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_monitor.masking import Blocked, blocked_entries, four_axes, window
 from attn_monitor.records import AttentionCall, CallShape
+from attn_monitor.unseen import unseen
 
 TILE_ELEMENTS = 2**19
 """Entries of a tile: 2 MiB in float32, which stays in a CPU's cache and still fills a GPU's launch."""
@@ -64,7 +65,7 @@ class Workspace:
 @contextmanager
 def undisturbed(tensor: Tensor | None) -> Iterator[None]:
     """Compute on the tensor's device in full precision, unseen by autograd, autocast and others' function modes."""
-    with torch._C.DisableTorchFunction():
+    with unseen():
         device = "cpu" if tensor is None else tensor.device.type
         if not torch.amp.is_autocast_available(device):
             device = "cpu"

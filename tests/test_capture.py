@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -464,3 +466,49 @@ def test_heads_packed_into_a_single_query_are_heads() -> None:
         found.append(only(watched(model, x)))
     assert found[1].heads == groups * width
     assert_same(found[1], found[0])
+
+
+def test_two_dimensional_probabilities_are_counted_once_and_not_kept() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def twice(model: Free, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        probs = torch.softmax(q[0] @ k[0].T / math.sqrt(E), dim=-1)
+        similarities = torch.softmax(q[0] @ k[0].T, dim=-1)
+        kept.extend([weakref.ref(probs), weakref.ref(similarities)])
+        return probs @ v[0] + probs @ (2 * v[0]) + similarities.diagonal().sum()
+
+    model = Free(twice)
+    with AttentionProbe(model) as probe:
+        model(torch.randn(B, T, E)).square().sum().backward()
+        assert [reference() for reference in kept] == [None, None]
+    stats = only(dict(probe.compute()))
+    assert (stats.calls, stats.rows.tolist()) == (1, [T])
+
+
+def test_a_blocked_column_beside_the_scores_is_no_sink() -> None:
+    def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = F.pad((q @ k.mT * SCALE).masked_fill(~ALLOWED, -1e4), (0, 1), value=-math.inf)
+        return scores.softmax(-1)[..., :-1] @ v
+
+    model, x = Attention(padded), torch.randn(B, T, E)
+    stats = only(watched(model, x))
+    q, k, _ = (part.detach() for part in model.heads(x))
+    assert_matches(stats, attention_reference(q, k, is_causal=True), names=["entropy", "jacobian_trace", "logit_std"])
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("replace", [_wrapped, functools.partial])
+def test_a_replaced_multi_head_attention_runs_and_is_told(
+    replace: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(F, "multi_head_attention_forward", replace(F.multi_head_attention_forward))
+    layer = nn.TransformerEncoderLayer(E, H, 13, batch_first=True)
+    with AttentionProbe(layer) as probe:
+        layer(torch.randn(B, T, E)).sum().backward()
+    assert "has been replaced" in probe.skipped["self_attn"]

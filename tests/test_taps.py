@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attn_monitor import AttentionProbe, AttentionStatistics
 from tests.reference import assert_same
@@ -234,3 +235,34 @@ def test_nothing_is_kept_between_forward_and_recomputation() -> None:
         seen = [slot.payload is not None for slot in probe._collector._taps._slots]
         loss.backward()
     assert seen == [False] * 4
+
+
+@pytest.mark.parametrize("path", ["fused", "softmax"])
+@pytest.mark.parametrize("saved", ["everything", "transpose", "mm"])
+def test_selective_checkpointing_does_not_see_our_operations(path: Path, saved: str) -> None:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        must = saved == "everything" or saved in str(operator)
+        return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Attention(path)
+
+        def forward(self, x: Tensor) -> Tensor:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            out: Tensor = checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+            return out
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    model, x = Selective(), torch.randn(B, T, E, requires_grad=True)
+    alone = gradients(model)
+    with AttentionProbe(model) as probe:
+        watched = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    assert not probe.skipped
+    assert probe.compute()["block"].grad_logits_norm is not None

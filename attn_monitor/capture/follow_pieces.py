@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_monitor.capture.follow_masks import BLOCKED
 from attn_monitor.capture.layout import Axis, Layout, extended
 from attn_monitor.capture.products import Scale
 from attn_monitor.capture.tags import SinkColumn, Step, Tag, TagStore
@@ -112,16 +113,22 @@ def pad(tags: TagStore, step: Step) -> None:
     widths: Sequence[int] = step.argument(1, "pad")
     wide = {source.dim() - 1 - i // 2: (widths[i], widths[i + 1]) for i in range(0, len(widths), 2)}
     wide = {dim: width for dim, width in wide.items() if width != (0, 0)}
-    constant = step.argument(2, "mode", default="constant") == "constant"
+    value = step.argument(3, "value") or 0.0
+    constant = step.argument(2, "mode", default="constant") == "constant" and value > BLOCKED
     if tag.kind == "scores" and constant and len(wide) == 1 and tag.sink is None and not tag.projection:
         (dim, (before, after)) = next(iter(wide.items()))
         if (before, after) in ((1, 0), (0, 1)):
             with_sink(tags, tag, out, dim, before, source.shape[dim])
             return
+    masks: tuple[Tensor, ...] = ()
+    if len(wide) == 1:
+        (dim, (before, after)) = next(iter(wide.items()))
+        if not (before and after):
+            masks = tuple(_lengthened(mask, out.dim() - dim, out.shape[dim], before) for mask in tag.masks)
     layout = tag.layout
     for dim in wide:
         layout = extended(layout, dim, out.shape[dim])
-    tags.carry(tag, out, layout, masks=(), shift=None, sink=None, plain=tag.plain and tag.kind != "scores")
+    tags.carry(tag, out, layout, masks=masks, shift=None, sink=None, plain=tag.plain and tag.kind != "scores")
 
 
 def repeat(tags: TagStore, step: Step) -> None:

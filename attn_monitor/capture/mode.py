@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from attn_monitor.capture import functions as fn
@@ -25,6 +25,7 @@ from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting, Sink, UnmeasurableError
 from attn_monitor.capture.softmax import from_softmax
 from attn_monitor.capture.tags import Tag, TagStore
+from attn_monitor.unseen import unseen
 
 UNKNOWN_ORIGIN = (
     "a softmax weighs values here, and where its logits come from was not seen (a function compiled by torch.jit, a "
@@ -32,12 +33,19 @@ UNKNOWN_ORIGIN = (
 )
 
 
-def _without_override_check() -> Callable[..., Any]:
-    """Return multi_head_attention_forward in a form whose inner calls a mode can see.
+REPLACED = (
+    "F.multi_head_attention_forward has been replaced by a function that is not torch's own, and what it does inside "
+    "is not seen; call observe_attention in it"
+)
+
+
+def _without_override_check(original: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return multi_head_attention_forward in a form whose inner calls a mode can see; `None` if it is not torch's own.
 
     The original hands itself to the active mode as a whole and runs with the mode switched off.
     """
-    original = F.multi_head_attention_forward
+    if not isinstance(original, types.FunctionType) or original.__module__ != F.__name__:
+        return None
     scope = {**original.__globals__, "has_torch_function": lambda *_: False}
     function = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
@@ -70,8 +78,11 @@ class CaptureMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._muted.now:
             return func(*args, **kwargs)
-        if func is fn.MULTI_HEAD:
-            function = _without_override_check()
+        if func is fn.MULTI_HEAD or func is F.multi_head_attention_forward:
+            function = _without_override_check(func)
+            if function is None:
+                self._sink.unmeasured(REPLACED)
+                return func(*args, **kwargs)
             with self:
                 return function(*args, **kwargs)
         if func is fn.SDPA:
@@ -88,7 +99,7 @@ class CaptureMode(TorchFunctionMode):
 
     def _follow(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         try:
-            with DisableTorchFunction():
+            with unseen():
                 follow(self.tags, func, args, kwargs, out)
         except Exception as error:
             # The trail ends here. That matters only where it was the scores'.
@@ -109,11 +120,15 @@ class CaptureMode(TorchFunctionMode):
         # Two dimensions may be one head's attention or a classifier's similarities, and who knows what the scores were
         # through: attention goes on to weigh values.
         out = func(*args, **kwargs)
+        waiting = [(sighting, weakref.ref(out))]  # the tag lives as long as the tensor, and must not keep it alive
 
         def use() -> None:
-            self._reports += 1
-            self._sink.before(sighting)
-            self._sink.after(sighting, out)
+            while waiting:  # once, however many values are weighed
+                seen, reference = waiting.pop()
+                if (probabilities := reference()) is not None:
+                    self._reports += 1
+                    self._sink.before(seen)
+                    self._sink.after(seen, probabilities)
 
         self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use))
         return out
@@ -182,7 +197,7 @@ class CaptureMode(TorchFunctionMode):
     def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run code of ours: whatever goes wrong in it must not reach the model."""
         try:
-            with DisableTorchFunction():
+            with unseen():
                 return function(*args)
         except UnmeasurableError as error:
             self._reports += 1

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
 
 from attn_monitor.arguments import attention_call, check_output, softmax_call
 from attn_monitor.capture.adapters import check_measurable
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
+from attn_monitor.unseen import unseen
 
 
 class Watcher(Protocol):
@@ -103,7 +103,7 @@ def observe_attention(
     if not _watchers:
         return
     try:
-        with DisableTorchFunction():
+        with unseen():
             check_measurable(query, key)
             call = attention_call(
                 query.detach(),
@@ -162,7 +162,7 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
     if not _watchers:
         return
     try:
-        with DisableTorchFunction():
+        with unseen():
             check_measurable(logits)
             call, canonical = softmax_call(logits.detach(), dim=dim, head_dim=head_dim)
             differentiable = torch.is_grad_enabled() and logits.requires_grad
