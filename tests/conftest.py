@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from attn_monitor import unseen
+
 # The workers of pytest-xdist share the cores; more threads each would only make them wait for one another.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def visible_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a dispatch mode of the test see our own operations, which are hidden from those of users."""
+    monkeypatch.setattr(unseen, "without_dispatch_modes", nullcontext)
 
 
 @pytest.fixture(autouse=True)

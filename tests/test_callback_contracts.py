@@ -194,6 +194,7 @@ class Quietly(Lit):
         return loss
 
 
+@pytest.mark.usefixtures("visible_operations")
 def test_a_step_that_is_not_observed_has_no_hook_and_no_sync() -> None:
     model = Quietly()
     before = trace(model)["hooks"]

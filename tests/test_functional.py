@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_monitor import tiles
+from attn_monitor import tiles, unseen
 from attn_monitor.arguments import softmax_call
 from attn_monitor.catalog import ALL, GRADIENTS
 from attn_monitor.functional import attention_statistics, softmax_statistics
@@ -509,7 +510,9 @@ def hostile_surroundings() -> Iterator[None]:
     """Autocast, another default device and dtype, and an error for whatever waits for the device."""
     torch.set_default_dtype(torch.float16)
     try:
-        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), NoSync():  # type: ignore[no-untyped-call]
+        visible = patch.object(unseen, "without_dispatch_modes", nullcontext)
+        sync = NoSync()  # type: ignore[no-untyped-call]
+        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), visible, sync:
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -314,6 +314,7 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("visible_operations")
 @pytest.mark.parametrize("attend", SPELLINGS, ids=lambda attend: attend.__name__)
 def test_nothing_waits_for_the_device_while_the_model_runs(attend: Any) -> None:
     attention = Attention(attend)
