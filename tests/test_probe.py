@@ -652,3 +652,32 @@ def test_two_probes_leave_in_any_order(first_out: int) -> None:
     calls = [probe.compute()["layers.0"].calls for probe in probes]
     assert calls[first_out] == 1
     assert calls[1 - first_out] == 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_teacher_in_eval_mode_keeps_its_fast_path(frozen: bool) -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 4, 13, batch_first=True)
+            self.teacher = nn.TransformerEncoder(layer, 2).eval().requires_grad_(not frozen)
+            self.student = Attention(sdpa)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = self.teacher(x[..., :32], src_key_padding_mask=padding)
+            return (self.student(x)[..., :32] - wanted).square().mean()
+
+    model, x = Distilled(), torch.randn(B, T, E)
+    model.teacher.eval()
+    padding = torch.arange(T) >= torch.tensor([[T], [T - 3], [T], [T - 1], [T]])
+    alone = model(x, padding)
+    probe = AttentionProbe(model)
+    for _ in range(2):
+        with probe:
+            watched = model(x, padding)
+        assert torch.equal(watched, alone)
+    assert list(probe.compute()) == ["student"]
+    assert "fast path" in probe.skipped["teacher"]
+    assert (hooks(model), "forward" in vars(model.teacher), modes()) == (0, False, 0)

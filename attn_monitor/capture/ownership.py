@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +100,34 @@ class _EntryPoint:
         return getattr, (self.root, self.__name__)
 
 
+class _Aside(_EntryPoint):
+    """The forward of a module that runs without the mode."""
+
+    def call_entry_point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.tracker.paused():
+            return self.method(*args, **kwargs)
+
+
+_INFERENCE_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+LEFT_ALONE = (
+    "is in eval mode inside a model that trains: torch's fast path for inference is left alone, since being watched "
+    "would switch it off and change its outputs"
+)
+
+
+def left_alone(root: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules whose fast path for inference a training step may take (a frozen teacher)."""
+    if not root.training:
+        return []
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in root.modules():
+        if isinstance(module, _INFERENCE_PATHS) and not module.training and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
 class ModuleTracker:
     """Knows the running modules, and enters the mode with the outermost one.
 
@@ -118,6 +147,13 @@ class ModuleTracker:
 
     def attach(self, modules: Iterable[nn.Module], root: nn.Module, methods: Iterable[str] = ()) -> None:
         """Hook the modules, and wrap methods of the root that are not module calls."""
+        self.refused.clear()
+        aside = left_alone(root)
+        untouched = {inner for module in aside for inner in module.modules()}
+        for module in aside:
+            self.refused[module] = LEFT_ALONE
+            self._entry_points.append(_Aside(self, module, "forward"))
+        modules = [module for module in modules if module not in untouched]
         enter, leave = _Hook(self._enter_called), _Hook(self.leave)
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
@@ -141,6 +177,17 @@ class ModuleTracker:
         self._running.frames.clear()
         self._leave_mode()
         self.called.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the mode away for as long as something runs."""
+        active = self._mode in _get_current_function_mode_stack()
+        self._leave_mode()
+        try:
+            yield
+        finally:
+            if active:
+                self._mode.__enter__()
 
     def owner(self) -> nn.Module | None:
         """Return the innermost running module."""
