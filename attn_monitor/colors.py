@@ -71,6 +71,10 @@ def heat_image(statistic: str, table: Tensor) -> Tensor:
     position = _SCALES.get(statistic, _DEFAULT_SCALE)(values).clamp(0, 1) * (len(_VIRIDIS) - 1)
     known = ~values.isnan()
     below = torch.where(known, position, 0.0).floor().long().clamp(max=len(_VIRIDIS) - 2)
-    colors = torch.tensor(_VIRIDIS, dtype=torch.float64)
+    colors = torch.tensor(_VIRIDIS, dtype=torch.float64, device="cpu")
     mixed = torch.lerp(colors[below], colors[below + 1], (torch.where(known, position, 0.0) - below).unsqueeze(-1))
-    return torch.where(known.unsqueeze(-1), mixed, torch.tensor(_GREY, dtype=torch.float64)).round().to(torch.uint8)
+    return (
+        torch.where(known.unsqueeze(-1), mixed, torch.tensor(_GREY, dtype=torch.float64, device="cpu"))
+        .round()
+        .to(torch.uint8)
+    )

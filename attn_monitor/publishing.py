@@ -56,7 +56,9 @@ class Publisher:
         tags: dict[str, float] = {}
         with self._surviving("making the scalars"):
             tags = scalars(statistics, self._chosen, self._rule, saturated, self._prefix)
-            callback_metrics(trainer).update({tag: torch.tensor(tags[tag], dtype=torch.float32) for tag in tags})
+            callback_metrics(trainer).update(
+                {tag: torch.tensor(tags[tag], dtype=torch.float32, device="cpu") for tag in tags}
+            )
         if not trainer.is_global_zero:
             return
         experiments: list[object] = []

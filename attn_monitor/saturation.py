@@ -103,7 +103,7 @@ class SaturationRule:
         """Return the saturation ratio of every head, [H], nan where it was not measured."""
         spread: Tensor | None = getattr(stats, self.measure(stats))
         if spread is None:
-            return torch.full((stats.heads,), math.nan)
+            return torch.full((stats.heads,), math.nan, device="cpu")
         if self._by_critical(stats):
             return spread.clone()
         assert stats.head_dim is not None, "a layer without head dimension is judged by critical_ratio"

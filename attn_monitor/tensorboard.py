@@ -94,7 +94,7 @@ def head_tables(
     for layer, stats in statistics.items():
         for name, values in {**stats.measured(), RATIO: rule.ratio(stats)}.items():
             if name not in _NOT_PER_HEAD:
-                table = tables.setdefault(name, torch.full((len(layers), width), math.nan))
+                table = tables.setdefault(name, torch.full((len(layers), width), math.nan, device="cpu"))
                 table[layers.index(layer), : stats.heads] = values.float()
     return tables
 

@@ -512,3 +512,32 @@ def test_a_replaced_multi_head_attention_runs_and_is_told(
     with AttentionProbe(layer) as probe:
         layer(torch.randn(B, T, E)).sum().backward()
     assert "has been replaced" in probe.skipped["self_attn"]
+
+
+def test_a_mask_beside_a_learned_bias_is_still_a_mask() -> None:
+    bias = nn.Parameter(torch.randn(H, T, T))
+
+    def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * SCALE + (bias + ~ALLOWED * -1e4)).softmax(-1) @ v
+
+    model, x = Attention(biased), torch.randn(B, T, E)
+    stats = only(watched(model, x))
+    q, k, _ = (part.detach() for part in model.heads(x))
+    assert_matches(stats, attention_reference(q, k, masks=(bias.detach(),), is_causal=True))
+
+
+def test_a_class_called_attention_is_no_helper_even_with_softmax_in_its_name() -> None:
+    class SoftmaxAttention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.mT * SCALE).softmax(-1) @ v
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core, self.project = SoftmaxAttention(), nn.Linear(E, 3 * E)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.core(*in_heads(*self.project(x).chunk(3, -1)))
+            return out
+
+    assert list(watched(Block(), torch.randn(B, T, E))) == ["core"]

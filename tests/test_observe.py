@@ -165,3 +165,15 @@ def test_two_probes_each_see_everything() -> None:
     with AttentionProbe(model) as first, AttentionProbe(model) as second:
         model(q, k)
     assert first.compute()["kernel"].calls == second.compute()["kernel"].calls == 1
+
+
+def test_what_is_no_tensor_is_skipped_too() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            observe_logits("logits", [x])  # type: ignore[arg-type]
+            return x
+
+    model = Wrong()
+    with AttentionProbe(model) as probe:
+        model(torch.zeros(1))
+    assert "logits" in probe.skipped

@@ -113,7 +113,7 @@ def _sum(tags: TagStore, step: Step, *, sign: float) -> None:
         if isinstance(other, Tensor):
             plain = False
             if may_mask(tags, other) and step.kwargs.get("alpha", 1) == 1:
-                masks = (*masks, -other if sign < 0 and index == 0 else other)
+                masks = (*masks, -other.detach() if sign < 0 and index == 0 else other.detach())
         scale = (tag.scale.times(-1.0) if negated else None) or tag.scale
         tags.carry(tag, out, layout, masks=masks, plain=plain, scale=scale)
         return
@@ -125,9 +125,9 @@ def _sum(tags: TagStore, step: Step, *, sign: float) -> None:
 
 
 def may_mask(tags: TagStore, tensor: Tensor) -> bool:
-    """Tell whether something added may be a mask: it takes no gradient and is not made of scores itself."""
+    """Tell whether something added may hold a mask, alone or beside a learned bias: it is not made of scores itself."""
     tag = tags.get(tensor)
-    return tensor.is_floating_point() and not tensor.requires_grad and (tag is None or tag.kind != "scores")
+    return tensor.is_floating_point() and (tag is None or tag.kind != "scores")
 
 
 def largest(tags: TagStore, step: Step) -> None:

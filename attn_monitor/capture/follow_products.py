@@ -35,7 +35,7 @@ def baddbmm(tags: TagStore, step: Step) -> None:
     beta, alpha = step.kwargs.get("beta", 1), step.kwargs.get("alpha", 1)
     _product(tags, step.argument(1, "batch1"), step.argument(2, "batch2"), matmul_dims(3, 3), out)
     if (tag := tags.get(out)) is not None and tag.kind == "scores":
-        masks = (added,) if beta == 1 and may_mask(tags, added) else ()
+        masks = (added.detach(),) if beta == 1 and may_mask(tags, added) else ()
         tags.put(out, tag._replace(scale=Scale(alpha), plain=beta == 0, masks=masks))
 
 

@@ -139,7 +139,8 @@ def is_selected(name: str, selected: frozenset[str] | None) -> bool:
 def is_helper(module: nn.Module) -> bool:
     """Tell whether a module only applies a softmax or dropout for its parent, and so owns no attention."""
     bare = next(module.parameters(), None) is None and next(module.children(), None) is None
-    return bare and _HELPER.search(type(module).__name__) is not None
+    name = type(module).__name__
+    return bare and _HELPER.search(name) is not None and "att" not in name.lower()
 
 
 def call_site(owner: nn.Module | None) -> CallSite:

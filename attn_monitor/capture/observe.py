@@ -126,7 +126,7 @@ def observe_attention(
                 differentiable=differentiable,
                 path="observed",
             )
-    except (UnmeasurableError, ValueError, TypeError) as error:
+    except (UnmeasurableError, ValueError, TypeError, AttributeError) as error:
         for watcher in tuple(_watchers):
             watcher.not_observed(name, str(error))
         return
@@ -169,7 +169,7 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
             sighting = Sighting(
                 call=call, logits=logits, canonical=canonical, differentiable=differentiable, path="observed"
             )
-    except (UnmeasurableError, ValueError, TypeError, IndexError) as error:
+    except (UnmeasurableError, ValueError, TypeError, AttributeError, IndexError) as error:
         for watcher in tuple(_watchers):
             watcher.not_observed(name, str(error))
         return
