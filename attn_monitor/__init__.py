@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attn_monitor.probe import AttentionProbe as AttentionProbe
     from attn_monitor.records import AttentionStatistics as AttentionStatistics
     from attn_monitor.saturation import AttentionSaturationError as AttentionSaturationError
+    from attn_monitor.saturation import AttentionWarning as AttentionWarning
     from attn_monitor.saturation import SaturationEvent as SaturationEvent
     from attn_monitor.saturation import SaturationRule as SaturationRule
 
@@ -27,6 +28,7 @@ _EXPORTS = {
     "AttentionProbe": "attn_monitor.probe",
     "AttentionSaturationError": "attn_monitor.saturation",
     "AttentionStatistics": "attn_monitor.records",
+    "AttentionWarning": "attn_monitor.saturation",
     "InspectedAttention": "attn_monitor.inspection",
     "SaturationEvent": "attn_monitor.saturation",
     "SaturationRule": "attn_monitor.saturation",
