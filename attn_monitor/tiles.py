@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,32 +75,24 @@ def undisturbed(tensor: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def _full_matmul_precision() -> Iterator[None]:
-    try:
+    """Multiply in true float32, and leave every setting as it was, also where old and new ones are mixed."""
+    # torch has no hints for these attributes.
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    if not all(hasattr(backend, "fp32_precision") for backend in backends):  # torch before 2.9 has one setting for all
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user has chosen through the newer fp32_precision, which the old getter refuses to read
-        with _full_backend_precision():
+        torch.set_float32_matmul_precision("highest")
+        try:
             yield
+        finally:
+            torch.set_float32_matmul_precision(before)
         return
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _full_backend_precision() -> Iterator[None]:
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    precisions = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
+        for backend, precision in zip(backends, precisions, strict=True):
             backend.fp32_precision = precision
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -682,3 +684,25 @@ def test_numbers_that_are_none_are_refused(options: dict[str, Any], error: type[
     query, key = make_inputs()
     with pytest.raises(error, match=message):
         attention_statistics(query, key, **options)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.set_float32_matmul_precision('high'); torch.backends.mkldnn.matmul.fp32_precision = 'ieee'",
+    ],
+)
+def test_every_setting_of_the_precision_is_left_as_it_was(setting: str) -> None:
+    script = f"""
+import torch
+from attn_monitor.functional import attention_statistics
+{setting}
+def state():
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+before = state()
+attention_statistics(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4))
+assert state() == before, (before, state())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)  # in its own process: these settings are global
