@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from attn_monitor.capture.naming import Selection, check_selection
+from attn_monitor.capture.naming import Selection
+from attn_monitor.capture.selection import checked_selection
 from attn_monitor.catalog import FACTORS, GRADIENTS, HEADLINE, resolve_statistics
 from attn_monitor.evaluation import PREFIXES, EvaluationHooks
 from attn_monitor.lightning_compat import accumulating, log_interval, logged_step, loss_factor, stopping_waits
@@ -69,7 +70,9 @@ class AttentionMonitor(EvaluationHooks):
             bool`, or a list of these. `None`: all that is found.
         statistics: The statistics to log, `None` for the default above.
         every_n_steps: Observe every so many optimizer steps, `None` for the trainer's `log_every_n_steps`.
-        max_queries: Look at that many query rows of a call only; faster, and the statistics are estimates.
+        max_queries: Look at that many query rows of a call only, one at random from each of as many stretches: faster,
+            and the statistics are estimates, whose largest relative error is logged as
+            `attn_monitor/sampling_error_max`.
         gradients: Whether to measure gradients.
         per_call: Whether a module that is called several times per forward gets a record for each call.
         saturation: When a head counts as saturated.
@@ -112,7 +115,7 @@ class AttentionMonitor(EvaluationHooks):
         history_size: int = 256,
     ) -> None:
         super().__init__()
-        check_selection(modules)
+        modules = checked_selection(modules)
         check_max_queries(max_queries)
         check_action(on_saturation)
         if every_n_steps is not None:

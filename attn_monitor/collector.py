@@ -9,15 +9,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from attn_monitor.capture.coverage import unseen_attention
 from attn_monitor.capture.naming import CallSite, call_site, is_helper, is_selected
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
-from attn_monitor.taps import GradientTaps, saving
+from attn_monitor.taps import GradientTaps, can_wait, saving
 from attn_monitor.unseen import unseen
+from attn_monitor.workspace import Workspaces
 
+NO_BACKWARD = "gradients not measured: no backward pass reached it while the probe was attached"
 GradScale: TypeAlias = "float | Callable[[], float | Tensor]"
 
 
@@ -64,9 +67,12 @@ class Collector:
         self._sites: dict[str, list[CallSite]] = {}
         self._counts: dict[Hashable, int] = {}
         self.sums: dict[str, AttentionSums] = {}
+        self._order: dict[str, None] = {}
         self._skipped: dict[str, str] = {}
         self._lost: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
+        self._notes: dict[str, str] = {}
+        self._tapped: dict[str, None] = {}  # in their order
+        self._ended = False
         self.paths: dict[str, str] = {}
         self.owners: dict[str, nn.Module] = {}
         self.places: set[nn.Module] = set()
@@ -75,13 +81,28 @@ class Collector:
         self.missed = False
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
-        self._taps = GradientTaps(self._deliver, self._gradient_failed)
+        self._spaces = Workspaces()
+        self._taps = GradientTaps(
+            self._deliver,
+            self._gradient_failed,
+            statistics=statistics,
+            spaces=self._spaces,
+            max_queries=max_queries,
+            generator=self._generator,
+        )
 
     @property
     def skipped(self) -> dict[str, str]:
         """Attention that was seen and not measured, with the reason."""
         measured = {record.partition("@")[0].partition("#")[0] for record in self.sums}
-        return {**{name: why for name, why in self._lost.items() if name not in measured}, **self._skipped}
+        found = {**{name: why for name, why in self._lost.items() if name not in measured}, **self._skipped}
+        return {name: found[name] for name in (*self._order, *found) if name in found}
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What to know about the numbers of a record."""
+        late = {record: NO_BACKWARD for record in self._tapped if self._ended and not self._has_gradients(record)}
+        return {**late, **self._notes}
 
     def begin(
         self,
@@ -104,6 +125,7 @@ class Collector:
         """
         self._running, self._names, self._selected, self._root = running, names, selected, root
         self._explored = explored
+        self._ended = False
         self._counts.clear()
 
     def start(self) -> None:
@@ -114,16 +136,36 @@ class Collector:
         """Let go of every tensor of the model."""
         self.settle()
         self._taps.remove()
+        self._spaces.clear()
+        self._ended = True
 
     def reset(self) -> None:
         """Forget what was collected; what was discovered stays."""
         self._taps.remove()
         self.sums.clear()
+        self._order.clear()
         self._skipped.clear()
         self._lost.clear()
-        self.notes.clear()
+        self._notes.clear()
+        self._tapped.clear()
         self._first_pass.clear()
         self._unplaced.clear()
+
+    def silent_attention(self, called: Collection[nn.Module], refused: Collection[str]) -> dict[str, str]:
+        """Return the selected modules that are named like attention, have run, and in which nothing was seen.
+
+        Args:
+            called: The modules that have run.
+            refused: What was not looked at, and is listed already.
+        """
+        places = {self._names[place] for place in self.places if place in self._names}
+        seen = {"" if name == self._root else name for name in (*self.unselected, *self.shown_in, *refused)}
+        found = unseen_attention(self._names, called, places | seen)
+        return {
+            name: reason
+            for name, reason in found.items()
+            if is_selected("" if name == self._root else name, self._selected)
+        }
 
     # -- what capture calls -----------------------------------------------------------------------------------------
 
@@ -229,14 +271,25 @@ class Collector:
                 self._first_pass.setdefault(record, []).append((target, _fingerprint(sighting)))
         elif self._per_call:
             target = _Unplaced(record, _fingerprint(sighting))
-        if isinstance(target, str) and not recomputed:
-            sums = attention_sums(sighting.call, self._statistics, self._max_queries, self._generator)
-            self._merge(target, sums)
+        tapped = self._gradients and sighting.differentiable and where != "recomputation"
+        forward = isinstance(target, str) and not recomputed
+        waits = forward and tapped and where == "graph" and can_wait(sighting, out)
+        if isinstance(target, str) and forward:
+            self._order.setdefault(target)
             self.paths[target] = sighting.path
             if sighting.note:
-                self.notes[target] = sighting.note
-        if self._gradients and sighting.differentiable and where != "recomputation":
-            self._taps.tap(target, (record, site), sighting, out, recomputed_later=where == "checkpoint")
+                self._notes[target] = sighting.note
+            if not waits:
+                call, sample = sighting.call, (self._max_queries, self._generator)
+                self._merge(target, attention_sums(call, self._statistics, *sample, spaces=self._spaces))
+        if tapped:
+            if isinstance(target, str):
+                self._tapped[target] = None
+            later = where == "checkpoint"
+            self._taps.tap(target, (record, site), sighting, out, recomputed_later=later, forward=waits)
+
+    def _has_gradients(self, record: str) -> bool:
+        return record not in self.sums or bool(self.sums[record].measured & GRADIENTS)
 
     # -- sums -------------------------------------------------------------------------------------------------------
 
@@ -247,17 +300,18 @@ class Collector:
         self.sums[record] = sums if before is None else before.merge(sums)
 
     def _deliver(self, record: Hashable, sums: AttentionSums) -> None:
-        scale = self._grad_scale() if callable(self._grad_scale) else self._grad_scale
-        sums = sums.divided_gradients(scale)
+        if sums.measured & GRADIENTS:
+            scale = self._grad_scale() if callable(self._grad_scale) else self._grad_scale
+            sums = sums.divided_gradients(scale)
         if isinstance(record, _Unplaced):
             self._unplaced.append((record, sums))
         else:
             self._merge(str(record), sums)
 
     def settle(self) -> None:
-        """Place what could not be placed during the backward pass. This may wait for the device."""
+        """Measure what still waits and place what the backward pass could not. This may wait for the device."""
         for lost in self._taps.finish():
-            self.notes[str(lost)] = (
+            self._notes[str(lost)] = (
                 "gradients not measured: the checkpointed region was not recomputed where it is seen"
             )
         placed: dict[_Unplaced, str] = {}  # a softmax delivers the gradients of its two sides one by one
@@ -266,6 +320,8 @@ class Collector:
                 placed[unplaced] = self._first_pass_record(unplaced)
             self._merge(placed[unplaced], sums)
         self._unplaced.clear()
+        in_order = [name for name in self._order if name in self.sums]  # a backward pass delivers last layers first
+        self.sums = {name: self.sums[name] for name in (*in_order, *self.sums)}
 
     def _first_pass_record(self, unplaced: _Unplaced) -> str:
         calls = self._first_pass.get(unplaced.record, [])

@@ -51,7 +51,8 @@ def attention_statistics(
         scale: A number, a 0-dim tensor or one value per head [H]; D^(-1/2) for `None`.
         enable_gqa: Let several query heads share a key head.
         softcap: The limit c of c * tanh(x / c).
-        max_queries: Look at so many random rows at most, the same ones each time. `approximate` then names the
+        max_queries: Look at so many random rows at most, one from each of as many stretches, the same ones each time.
+            `standard_error` then says how far off the estimates may be, `approximate` names the
             estimates, and `logit_max` and `logit_min` are `None`.
         statistics: The names that are wanted, `None` for all. Statistics of gradients are `None` in any case.
 

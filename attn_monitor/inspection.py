@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from attn_monitor.capture.coverage import unseen_attention
 from attn_monitor.capture.naming import canonical_names
 from attn_monitor.probe import AttentionProbe
 
@@ -101,11 +100,7 @@ def _measured(probe: AttentionProbe) -> Iterator[InspectedAttention]:
 def _skipped(probe: AttentionProbe, model: nn.Module) -> Iterator[InspectedAttention]:
     names = canonical_names(model)
     modules = {name or type(module).__name__: module for module, name in names.items()}
-    seen = [*probe.owners, *probe.skipped, *probe.shown_in]
-    if type(model).__name__ in seen:
-        seen.append("")
-    skipped = {**probe.skipped, **unseen_attention(names, probe.called, seen)}
-    for name, reason in skipped.items():
+    for name, reason in probe.skipped.items():
         kind = type(modules[name]).__name__ if name in modules else ""
         yield InspectedAttention(name=name, kind=kind, skipped=reason)
 

@@ -73,9 +73,39 @@ class Blocked:
         """Return 1 for the columns from `start` on that any row may see, broadcastable to [b, H, k - start]."""
         return 1 if self.keep is None else self.keep.amax(2)
 
+    def fill_allowed(self, out: Tensor) -> None:
+        """Write how many keys each row may see, [b, H, t]."""
+        if isinstance(self.allowed, Tensor):
+            out.copy_(self.allowed)
+        else:
+            out.fill_(self.allowed)
+
+
+class Triangles:
+    """The triangles that a causal mask cuts out of tiles: the same for all tiles of one size, so made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def blocked(self, start: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Blocked:
+        """Return what is blocked in a tile of successive rows, whose first one sees the keys before `start`."""
+        width = columns - start
+        if width <= 0:
+            return Blocked(columns, None, columns)
+        if (rows, width) not in self._known:
+            keep = torch.ones((1, 1, rows, width), dtype=dtype, device=device).tril(-1)
+            self._known[rows, width] = keep, keep.sum(-1)
+        keep, more = self._known[rows, width]
+        return Blocked(start, keep, more + start)
+
 
 def blocked_entries(
-    call: AttentionCall, positions: Sequence[int], rows: slice, columns: int, dtype: torch.dtype
+    call: AttentionCall,
+    positions: Sequence[int],
+    rows: slice,
+    columns: int,
+    dtype: torch.dtype,
+    triangles: Triangles,
 ) -> Blocked:
     """Return what is blocked in a tile of some rows and the first columns."""
     parts = [_blocked_by_mask(window(mask, rows, columns)) for mask in call.masks]
@@ -85,6 +115,8 @@ def blocked_entries(
     else:
         assert call.query is not None, "a call has either logits or query and key"
         device = call.query.device
+    if call.is_causal and not parts and isinstance(positions, range):
+        return triangles.blocked(positions[rows.start] + 1, rows.stop - rows.start, columns, dtype, device)
     start = 0
     if call.is_causal:
         start = 0 if parts else min(positions[rows.start] + 1, columns)

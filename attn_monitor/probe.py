@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from attn_monitor.capture.coverage import is_within
 from attn_monitor.capture.eager import hold_eager, release_eager
 from attn_monitor.capture.kernels.relay import install_relays, remove_relays
 from attn_monitor.capture.mode import CaptureMode
-from attn_monitor.capture.naming import Selection, canonical_names, check_selection, select_modules
+from attn_monitor.capture.naming import Selection, canonical_names, is_selected
 from attn_monitor.capture.observe import unwatch, watch
 from attn_monitor.capture.ownership import ModuleTracker
+from attn_monitor.capture.selection import checked_selection, select_modules
 from attn_monitor.catalog import resolve_statistics
 from attn_monitor.collector import Collector, GradScale
 from attn_monitor.metric import AttentionMetric
@@ -63,15 +65,18 @@ class AttentionProbe:
         modules: Which modules' attention to measure: a name, a glob, a module type, a predicate `(name, module) ->
             bool`, or a list of these; each selects the attention inside it too. `None`: all that is found.
         statistics: Names from the table of statistics, `None` for all.
-        max_queries: Look at that many query rows of a call, evenly spread; the statistics are then estimates and the
-            extrema absent. `None`: all rows, exact.
+        max_queries: Look at that many query rows of a call, one at random from each of as many stretches; the
+            statistics are then estimates with a `standard_error`, and the extrema absent. `None`: all rows, exact.
         gradients: Whether to measure the gradients in the backward pass.
         per_call: Whether a module that is called several times in one forward gets a record for each, `name@0`, ...
         grad_scale: What gradients are divided by: the loss scale, a number or a callable that is read in the
             backward pass.
 
+    Gradients are measured where the backward pass runs while the probe is attached, so inside the block.
+
     Attributes:
-        skipped: Attention that was seen and not measured, with the reason.
+        skipped: Attention that is not measured, with the reason and what to do: what was seen and cannot be measured,
+            and modules that are named like attention, ran, and in which none was seen.
         notes: What to know about records that were measured.
 
     Raises:
@@ -101,7 +106,7 @@ class AttentionProbe:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"AttentionProbe expects a torch.nn.Module, got {type(model).__name__}.")
-        check_selection(modules)
+        modules = checked_selection(modules)
         check_max_queries(max_queries)
         check_flag("gradients", gradients)
         check_flag("per_call", per_call)
@@ -120,6 +125,7 @@ class AttentionProbe:
         self._tracker = ModuleTracker(self._mode, self._collector.start)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
+        self._unseen: dict[str, str] = {}
         self._attached = False
 
     def __enter__(self) -> Self:
@@ -129,6 +135,9 @@ class AttentionProbe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:  # what was interrupted has shown nothing yet: discover it anew
+            self._tracker.called.clear()
+            self._called.clear()
         self.detach()
 
     def __repr__(self) -> str:
@@ -137,8 +146,8 @@ class AttentionProbe:
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """Attention that was seen and not measured, with the reason."""
-        return {**self._refused, **self._collector.skipped}
+        """Attention that is not measured, with the reason."""
+        return {**self._refused, **self._unseen, **self._collector.skipped}
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -154,16 +163,6 @@ class AttentionProbe:
     def paths(self) -> Mapping[str, str]:
         """By what the attention of a record is computed: `softmax`, `sdpa`, the name of a kernel, `observed`."""
         return dict(self._collector.paths)
-
-    @property
-    def called(self) -> frozenset[nn.Module]:
-        """The modules that have run while they were watched."""
-        return frozenset(self._called) | self._tracker.called
-
-    @property
-    def shown_in(self) -> frozenset[str]:
-        """The names of the modules in which the user showed something."""
-        return frozenset(self._collector.shown_in)
 
     def owner(self, record: str) -> nn.Module | None:
         """Return the module a record belongs to; `None` for what the user showed."""
@@ -204,13 +203,15 @@ class AttentionProbe:
         except BaseException:
             self.detach()
             raise
-        self._refused = {names[module]: reason for module, reason in self._tracker.refused.items()}
+        refused = {names[module]: reason for module, reason in self._tracker.refused.items()}
+        self._refused = {name or self._root_name(): refused[name] for name in _outermost(refused, selected)}
 
     def detach(self) -> None:
         """Stop to watch and leave nothing behind; what was collected stays. Safe to call twice."""
         if not self._attached:
             return
         self._attached = False
+        news = not self._tracker.called <= set(self._called)
         self._called.update(self._tracker.called)
         unwatch(self._collector)
         self._tracker.detach()
@@ -218,6 +219,8 @@ class AttentionProbe:
         self._mode.tags.clear()
         remove_relays(self)
         release_eager(self)
+        if news and not self._collector.missed:  # else the next attachment discovers anew
+            self._unseen = self._collector.silent_attention(self._called, self._refused)
 
     def compute(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
         """Return the statistics of everything seen since the last reset, waiting for the device once.
@@ -237,6 +240,15 @@ class AttentionProbe:
     def _root_name(self) -> str:
         inner = getattr(self._model, "_orig_mod", self._model)
         return type(inner).__name__
+
+
+def _outermost(names: Collection[str], selected: frozenset[str] | None) -> list[str]:
+    """Return the names of modules that are selected and not inside another one of them."""
+    return [
+        name
+        for name in names
+        if is_selected(name, selected) and not any(other != name and is_within(name, other) for other in names)
+    ]
 
 
 def _check_grad_scale(grad_scale: float | Callable[[], float | Tensor]) -> None:

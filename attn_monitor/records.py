@@ -6,10 +6,14 @@ key, V head dimension of the value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,6 +96,8 @@ class AttentionStatistics:
         keys: The largest number of keys.
         calls: How many attention calls are pooled.
         approximate: Names of statistics that are estimates.
+        standard_error: How far the estimates from sampled rows are off, one standard deviation each, [H], by name;
+            from this sample alone, so rough where it is small. Empty where all rows were looked at.
     """
 
     logit_mean: Tensor | None = None
@@ -122,13 +128,31 @@ class AttentionStatistics:
     keys: int
     calls: int
     approximate: frozenset[str] = frozenset()
+    standard_error: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def heads(self) -> int:
         """The number of query heads H."""
         return len(self.rows)
 
+    @property
+    def overflow_ratio(self) -> Tensor | None:
+        """The largest logit by magnitude, of those measured, relative to 65504, the largest number in float16, [H].
+
+        At 1 the logits themselves overflow in float16. A product that the model scales only afterwards overflows
+        earlier, at `scale`. `None` where neither `logit_max` nor `logit_min` was measured.
+
+        Example:
+            >>> import torch
+            >>> from attn_monitor.functional import softmax_statistics
+            >>> stats = softmax_statistics(torch.tensor([[0.0, -32752.0]]), statistics=["logit_max", "logit_min"])
+            >>> stats.overflow_ratio.tolist()
+            [0.5]
+        """
+        known = [extremum.abs() for extremum in (self.logit_max, self.logit_min) if extremum is not None]
+        return torch.stack(known).amax(0) / FLOAT16_MAX if known else None
+
     def measured(self) -> dict[str, Tensor]:
         """Return the per-head tensors that were measured, by field name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}

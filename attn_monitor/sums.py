@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.records import AttentionStatistics
+from attn_monitor.uncertainty import VARIANCES, standard_errors
 
 ADDITIVE = (
     *("rows", "masked_rows", "nonfinite"),
@@ -22,8 +23,9 @@ ADDITIVE = (
     *("grad_n", "grad_logits_sq", "grad_probs_sq"),
     *("q_n", "q_sq", "k_n", "k_sq"),
     *("scale_n", "scale_sum"),
+    *VARIANCES,
 )
-"""What is simply added, one value per head: counts end in _n, sums of squares in _sq."""
+"""What is simply added, one value per head: counts end in _n, sums of squares in _sq, variances of sums in _v."""
 MOMENTS = ("logit", "qk")
 """Whose count, mean and sum of squared deviations are kept."""
 PROBABILITY_MEANS = ADDITIVE[ADDITIVE.index("entropy") : ADDITIVE.index("grad_n")]
@@ -70,12 +72,14 @@ class LayerFacts:
         measured = self.measured | other.measured
         if both:  # a statistic that one of two calls lacks is not known for the two together
             measured &= GRADIENTS | (self.measured & other.measured)
+        approximate = self.approximate | other.approximate
         if {"grad_logits_norm", "grad_probs_norm"} <= measured:  # they may come one by one
             measured |= {"gradient_gain"}
+            approximate |= {"gradient_gain"} if approximate & {"grad_logits_norm", "grad_probs_norm"} else frozenset()
         known = self if self.calls else other
         return LayerFacts(
             measured=measured,
-            approximate=(self.approximate | other.approximate) & measured,
+            approximate=approximate & measured,
             head_dim=None if both and self.head_dim != other.head_dim else known.head_dim,
             keys=max(self.keys, other.keys),
             calls=self.calls + other.calls,
@@ -140,6 +144,7 @@ class AttentionSums(LayerFacts):
         grad_probs_sq: Tensor | None,
         *,
         rows: Tensor,
+        variances: Mapping[str, Tensor] | None = None,
         approximate: frozenset[str] = frozenset(),
     ) -> AttentionSums:
         """Return sums that hold gradients only, to be merged into the forward sums of the same layer.
@@ -148,13 +153,14 @@ class AttentionSums(LayerFacts):
             grad_logits_sq: Sum of the squared gradients of the logits, [H].
             grad_probs_sq: Sum of the squared gradients of the probabilities, [H].
             rows: How many rows entered them, [H].
+            variances: Of the sums over sampled rows, by the names of `VARIANCES`, each [H].
             approximate: Names of those that are estimates.
         """
         given = {"grad_logits_norm": grad_logits_sq, "grad_probs_norm": grad_probs_sq}
         measured = frozenset(
             GRADIENTS if None not in given.values() else (n for n, v in given.items() if v is not None)
         )
-        values = {"grad_n": rows, "grad_logits_sq": grad_logits_sq, "grad_probs_sq": grad_probs_sq}
+        values = {"grad_n": rows, "grad_logits_sq": grad_logits_sq, "grad_probs_sq": grad_probs_sq, **(variances or {})}
         facts = LayerFacts(measured=measured, approximate=approximate & measured)
         return cls.build({name: value for name, value in values.items() if value is not None}, facts=facts)
 
@@ -194,7 +200,9 @@ class AttentionSums(LayerFacts):
         elif scale == 1:
             return self
         additive = self.additive.clone()
-        additive[ADDITIVE.index("grad_logits_sq") : ADDITIVE.index("grad_probs_sq") + 1] /= scale**2
+        for side in ("logits", "probs"):
+            additive[ADDITIVE.index(f"grad_{side}_sq")] /= scale**2
+            additive[ADDITIVE.index(f"grad_{side}_sq_v")] /= scale**4
         return replace(self, additive=additive)
 
     def to(self, device: torch.device | str) -> AttentionSums:
@@ -222,8 +230,10 @@ class AttentionSums(LayerFacts):
         found = {**_logit_values(sums), **_gradient_values(value, losses), **_factor_values(sums, scale)}
         found |= {name: _ratio(value[name], value["prob_n"]) for name in PROBABILITY_MEANS}
         wanted = {name: found[name] for name in statistics & self.measured if found[name] is not None}
+        counts = {f"{name}_n": count for name, count in zip(MOMENTS, sums.moments[:, 0], strict=True)}
         return AttentionStatistics(
             **wanted,
+            standard_error=standard_errors({**value, **counts}, wanted, losses),
             scale=scale,
             scale_ratio=None if scale is None or self.head_dim is None else scale * math.sqrt(self.head_dim),
             rows=value["rows"],

@@ -6,6 +6,9 @@ of the output and the call's query, key and value give both.
 Under non-reentrant activation checkpointing the first forward pass builds the graph, but its tensors are thrown away
 and made again during the backward pass. Keeping query, key and value in between would defeat the checkpointing. So
 the hook placed in the first pass is filled by the recomputation, last call first, as the backward pass needs them.
+
+One look at the logits of a fused kernel serves the statistics of both passes, so those of the forward pass wait for the
+backward pass where the graph keeps query and key alive anyway; if none comes, they are measured when the graph goes.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from attn_monitor.capture.sighting import Sighting
-from attn_monitor.gradients import attention_gradient_sums, qualifying_entries, softmax_gradient_sums
+from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
+from attn_monitor.softmax_gradients import QualifyingEntries, qualifying_entries, softmax_gradient_sums
+from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
+from attn_monitor.workspace import Workspaces
 
 Saving: TypeAlias = Literal["graph", "checkpoint", "recomputation"]
 Gradient: TypeAlias = Literal["output", "logits", "probabilities"]
+Payload: TypeAlias = "AttentionCall | QualifyingEntries | Callable[[], AttentionCall]"
+"""What a slot needs of its call besides the gradient."""
 
 
 def saving() -> Saving:
@@ -39,12 +47,25 @@ def saving() -> Saving:
 
 @dataclass(eq=False)
 class _Slot:
-    """A hooked call: its record, what it still needs, and gradients that came before that was there."""
+    """A hooked call: its record, what it still needs, and gradients that came before that was there.
+
+    Attributes:
+        record: Where its statistics belong.
+        site: Where it was made.
+        canonical: Brings gradients into canonical axes.
+        payload: What its gradients need; `None` until a recomputation brings it back.
+        versions: Of the tensors in the payload, so that a change in place is noticed.
+        waiting: Measures the forward pass if the graph goes without a backward pass; `None` if it has been measured.
+        handles: Of the hooks.
+        early: Gradients that came before the payload.
+    """
 
     record: Hashable
     site: Hashable
     canonical: Callable[[Tensor], Tensor]
-    payload: AttentionCall | Tensor | Callable[[], AttentionCall] | None = None
+    payload: Payload | None = None
+    versions: tuple[int, ...] = ()
+    waiting: weakref.finalize[..., _Slot] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     early: list[tuple[Gradient, Tensor]] = field(default_factory=list)
 
@@ -53,27 +74,60 @@ class GradientTaps:
     """The hooked calls of a probe.
 
     Args:
-        deliver: Takes the record and the sums of its gradients.
+        deliver: Takes the record and its sums.
         failed: Takes the record and the error when that goes wrong.
+        statistics: What is measured.
+        spaces: Memory to compute in.
+        max_queries: Rows per call that are looked at.
+        generator: For the choice of rows.
     """
 
     def __init__(
-        self, deliver: Callable[[Hashable, AttentionSums], None], failed: Callable[[Hashable, Exception], None]
+        self,
+        deliver: Callable[[Hashable, AttentionSums], None],
+        failed: Callable[[Hashable, Exception], None],
+        *,
+        statistics: frozenset[str] = frozenset(),
+        spaces: Workspaces | None = None,
+        max_queries: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         self._deliver = deliver
         self._failed = failed
+        self._statistics = statistics
+        self._spaces = spaces or Workspaces()
+        self._sample = max_queries, generator
         # Only the hooks themselves, and so the graph, keep a slot alive.
         self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
-        self._recomputed: dict[Hashable, list[AttentionCall | Tensor | Callable[[], AttentionCall]]] = {}
+        self._recomputed: dict[Hashable, list[Payload]] = {}
         self._waiting: dict[Hashable, list[_Slot]] = {}
 
     def tap(
-        self, record: Hashable, site: Hashable, sighting: Sighting, out: Tensor | None, *, recomputed_later: bool
+        self,
+        record: Hashable,
+        site: Hashable,
+        sighting: Sighting,
+        out: Tensor | None,
+        *,
+        recomputed_later: bool,
+        forward: bool = False,
     ) -> None:
-        """Hook the tensors of a call whose gradients are wanted."""
+        """Hook the tensors of a call whose gradients are wanted.
+
+        Args:
+            record: Where its statistics belong.
+            site: Where it was made.
+            sighting: The call.
+            out: The output of the kernel, or the probabilities.
+            recomputed_later: Whether it is part of a checkpoint.
+            forward: Whether the statistics of the forward pass are to be measured as well: see `can_wait`.
+        """
         slot = _Slot(record, site, sighting.canonical)
         if not recomputed_later:
-            slot.payload = self._payload(sighting)
+            self._fill(slot, self._payload(sighting))
+        if forward:
+            slot.waiting = weakref.finalize(slot, self._forward, record, sighting.call, slot.versions)
+            slot.waiting.atexit = False
         if sighting.logits is None:
             tensors: list[tuple[Gradient, Tensor | None]] = [("output", out)]
         else:
@@ -88,7 +142,11 @@ class GradientTaps:
         self._recomputed.setdefault(site, []).append(self._payload(sighting))
 
     def finish(self) -> list[Hashable]:
-        """Measure the gradients that still wait, and return the records of those that nothing was recomputed for."""
+        """Measure what still waits, and return the records of gradients that nothing was recomputed for."""
+        for slot in list(self._slots):
+            if slot.waiting is not None:
+                slot.waiting()  # once: from now on it is dead
+                slot.waiting = None
         for site in list(self._waiting):
             self._resolve(site)
         lost = [slot.record for slots in self._waiting.values() for slot in slots]
@@ -101,21 +159,25 @@ class GradientTaps:
         for slot in list(self._slots):
             for handle in slot.handles:
                 handle.remove()
-            slot.payload = None
+            if slot.waiting is not None:
+                slot.waiting.detach()
+            slot.waiting = slot.payload = None
             slot.early.clear()
         self._slots.clear()
         self._waiting.clear()
         self._recomputed.clear()
 
-    def _payload(self, sighting: Sighting) -> AttentionCall | Tensor | Callable[[], AttentionCall]:
-        return sighting.make or sighting.call if sighting.logits is None else qualifying_entries(sighting.call)
+    def _payload(self, sighting: Sighting) -> Payload:
+        if sighting.logits is None:
+            return sighting.make or sighting.call
+        return qualifying_entries(sighting.call, *self._sample, spaces=self._spaces)
 
     def received(self, slot: _Slot, kind: Gradient, gradient: Tensor) -> None:
         """Take a gradient, in the backward pass."""
         try:
             self._resolve(slot.site)
             if slot.payload is None and (stack := self._recomputed.get(slot.site)):
-                slot.payload = stack.pop()
+                self._fill(slot, stack.pop())
             if slot.payload is not None:
                 self._measure(slot, kind, gradient)
                 return
@@ -132,25 +194,64 @@ class GradientTaps:
         waiting = self._waiting.get(site)
         while waiting and stack:
             slot = waiting.pop(0)
-            slot.payload = stack.pop()
+            self._fill(slot, stack.pop())
             for kind, gradient in slot.early:
                 self._measure(slot, kind, gradient)
             slot.early.clear()
         if not waiting:
             self._waiting.pop(site, None)
 
+    def _fill(self, slot: _Slot, payload: Payload) -> None:
+        slot.payload, slot.versions = payload, _versions(payload)
+
     def _measure(self, slot: _Slot, kind: Gradient, gradient: Tensor) -> None:
-        gradient = slot.canonical(gradient.detach())
-        if isinstance(slot.payload, AttentionCall):
-            sums = attention_gradient_sums(slot.payload, gradient)
-        elif slot.payload is not None and not isinstance(slot.payload, Tensor):
-            sums = attention_gradient_sums(slot.payload(), gradient)
-        elif slot.payload is not None:
+        gradient, payload = slot.canonical(gradient.detach()), slot.payload
+        assert payload is not None, "measured once it is there"
+        _check_unchanged(payload, slot.versions)
+        if isinstance(payload, QualifyingEntries):
             logits, probs = (gradient, None) if kind == "logits" else (None, gradient)
-            sums = softmax_gradient_sums(slot.payload, grad_logits=logits, grad_probs=probs)
+            sums = softmax_gradient_sums(payload, grad_logits=logits, grad_probs=probs, spaces=self._spaces)
+        elif slot.waiting is not None and isinstance(payload, AttentionCall):
+            slot.waiting.detach()
+            slot.waiting = None
+            sums = attention_sums(payload, self._statistics, *self._sample, grad_output=gradient, spaces=self._spaces)
         else:
-            return
+            call = payload if isinstance(payload, AttentionCall) else payload()
+            sums = attention_gradient_sums(call, gradient, *self._sample, spaces=self._spaces)
         self._deliver(slot.record, sums)
+
+    def _forward(self, record: Hashable, call: AttentionCall, versions: tuple[int, ...]) -> None:
+        """Measure a call that no gradient has reached."""
+        try:
+            _check_unchanged(call, versions)
+            self._deliver(record, attention_sums(call, self._statistics, *self._sample, spaces=self._spaces))
+        except Exception as error:
+            self._failed(record, error)
+
+
+def can_wait(sighting: Sighting, out: Tensor | None) -> bool:
+    """Tell whether the graph of a call keeps what its statistics need, so that they can wait for the gradients."""
+    call = sighting.call
+    fused = sighting.logits is None and sighting.make is None and call.value is not None
+    return fused and out is not None and out.requires_grad and all(not t.is_inference() for t in _tensors(call))
+
+
+def _tensors(call: AttentionCall) -> list[Tensor]:
+    """Return the tensors of a call that the numbers depend on."""
+    given = (call.query, call.key, call.value, call.sinks, *call.masks)
+    return [tensor for tensor in given if tensor is not None]
+
+
+def _versions(payload: Payload) -> tuple[int, ...]:
+    """Return how often each tensor of a call has been changed."""
+    if not isinstance(payload, AttentionCall):
+        return ()
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in _tensors(payload))
+
+
+def _check_unchanged(payload: Payload, versions: tuple[int, ...]) -> None:
+    if _versions(payload) != versions:
+        raise RuntimeError("Query, key, value or mask was changed in place before the backward pass.")
 
 
 class _Hook:

@@ -57,7 +57,9 @@ def scalars(
 
     `attn_<statistic>/<layer>` is the mean over the heads with a finite value; `attn_<statistic>_max/<layer>` or
     `_min` is the worst head where larger or smaller is worse. No finite head, no tag. The model-wide
-    `attn_monitor/saturated_heads` and `attn_monitor/observed_layers` are always there.
+    `attn_monitor/saturated_heads` and `attn_monitor/observed_layers` are always there; where rows are sampled,
+    `attn_monitor/sampling_error_max` is the largest standard error of any chosen statistic of any head, relative to its
+    value.
 
     Args:
         statistics: The record.
@@ -67,7 +69,8 @@ def scalars(
         prefix: Stands before every tag, `"val_"` for example.
     """
     tags: dict[str, float] = {}
-    for name in sorted(chosen, key=list(STATISTICS).index):
+    chosen = sorted(chosen, key=list(STATISTICS).index)
+    for name in chosen:
         worse = STATISTICS[name].worse
         for layer, stats in statistics.items():
             finite = _finite(getattr(stats, name))
@@ -82,7 +85,15 @@ def scalars(
     tags[f"{PLUGIN}/observed_layers"] = float(len(statistics))
     if ratios := [ratio for stats in statistics.values() for ratio in _finite(rule.ratio(stats))]:
         tags[f"{PLUGIN}/{RATIO}_max"] = max(ratios)
+    if errors := [error for stats in statistics.values() for error in _relative_errors(stats, chosen)]:
+        tags[f"{PLUGIN}/sampling_error_max"] = max(errors)
     return {f"{prefix}{tag}": value for tag, value in tags.items()}
+
+
+def _relative_errors(stats: AttentionStatistics, chosen: Iterable[str]) -> list[float]:
+    """Return the standard errors of the chosen statistics of every head, relative to the values."""
+    known = [name for name in chosen if name in stats.standard_error]
+    return [ratio for name in known for ratio in _finite(stats.standard_error[name] / getattr(stats, name).abs())]
 
 
 def head_tables(
@@ -92,7 +103,8 @@ def head_tables(
     width = max((stats.heads for stats in statistics.values()), default=0)
     tables: dict[str, Tensor] = {}
     for layer, stats in statistics.items():
-        for name, values in {**stats.measured(), RATIO: rule.ratio(stats)}.items():
+        errors = {f"{name}_standard_error": error for name, error in stats.standard_error.items()}
+        for name, values in {**stats.measured(), **errors, RATIO: rule.ratio(stats)}.items():
             if name not in _NOT_PER_HEAD:
                 table = tables.setdefault(name, torch.full((len(layers), width), math.nan, device="cpu"))
                 table[layers.index(layer), : stats.heads] = values.float()

@@ -9,20 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_monitor.masking import Blocked, blocked_entries, four_axes, window
+from attn_monitor.masking import Blocked, Triangles, blocked_entries, four_axes, window
 from attn_monitor.records import AttentionCall, CallShape
+from attn_monitor.sums import state_dtype
 from attn_monitor.unseen import unseen
+from attn_monitor.workspace import Workspace
 
 TILE_ELEMENTS = 2**19
 """Entries of a tile: 2 MiB in float32, which stays in a CPU's cache and still fills a GPU's launch."""
+WIDE_TILE_ELEMENTS = 2**20
+"""Entries of a tile of very long rows: products of fewer rows are slow."""
 MIN_ROWS, MAX_ROWS = 32, 128
-"""Thin products are slow ones; beyond this many rows rather take more heads at once."""
+"""Thin products are slow ones; beyond this many rows rather take more heads at once, for less of a causal tile is
+above the diagonal then."""
 _SEED = 0x5EED
 
 
@@ -31,35 +36,6 @@ class Tile(NamedTuple):
 
     rows: slice
     columns: int
-
-
-class Workspace:
-    """A few tiles' worth of memory that is used again for every tile of a call.
-
-    Args:
-        device: Where it is.
-        dtype: Of its tensors.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._memory: dict[int, Tensor] = {}
-
-    def take(self, number: int, shape: Sequence[int]) -> Tensor:
-        """Return one of the tiles in some shape; whatever it held is lost."""
-        size = math.prod(shape)
-        memory = self._memory.get(number)
-        if memory is None or len(memory) < size:
-            memory = self._memory[number] = torch.empty(size, device=self._device, dtype=self._dtype)
-        return memory[:size].view(tuple(shape))
-
-    def second(self, like: Tensor) -> Tensor:
-        """Return the second tile in the shape of another."""
-        return self.take(2, like.shape)
-
-    def third(self, like: Tensor) -> Tensor:
-        """Return the third tile in the shape of another."""
-        return self.take(3, like.shape)
 
 
 @contextmanager
@@ -104,20 +80,24 @@ class Blocks(NamedTuple):
     rows: list[slice]
 
 
-def blocks(shape: CallShape, groups: int = 1) -> Blocks:
+def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink: int = 1) -> Blocks:
     """Cut batch items, heads and query rows into blocks whose product has about `TILE_ELEMENTS` entries.
 
     Args:
         shape: The sizes of the call.
         groups: The number of key heads: the query heads of one are not torn apart.
+        is_causal: Whether columns are left out where a tile has few rows.
+        shrink: By how much tiles are made smaller, where memory is scarce.
     """
-    keys = max(1, shape.keys)
-    rows = max(1, min(shape.queries, max(MIN_ROWS, min(MAX_ROWS, TILE_ELEMENTS // keys))))
-    pairs = max(1, TILE_ELEMENTS // (rows * keys))
+    keys, elements = max(1, shape.keys), max(1, TILE_ELEMENTS // shrink)
+    least = max(1, MIN_ROWS // shrink)
+    rows = max(1, min(shape.queries, max(least, min(MAX_ROWS, WIDE_TILE_ELEMENTS // shrink // keys))))
+    pairs = max(1, elements // (rows * keys))
     together = max(1, shape.heads // max(1, groups))
     heads = max(1, min(shape.heads, max(together, pairs // together * together)))
     items = max(1, min(shape.batch, pairs // heads))
-    rows = max(rows, TILE_ELEMENTS // (max(1, items * heads) * keys))
+    if not is_causal:
+        rows = max(rows, elements // (max(1, items * heads) * keys))
     return Blocks(_slices(shape.batch, items), _slices(shape.heads, heads), _slices(shape.queries, rows))
 
 
@@ -142,21 +122,29 @@ class TiledCall:
         call: The call, its masks with four axes.
         positions: The query position of each row, for the causal mask.
         dtype: float32, or float64 if an input is.
+        shrink: By how much tiles are smaller than usual.
+        index: The rows that are looked at; `None` for all.
+        weights: How many rows of the call each row stands for, [Q]; `None` for one.
         cut: Of a part, how its whole is cut into tiles.
+        triangles: What a causal mask cuts out of the tiles.
     """
 
     call: AttentionCall
     positions: Sequence[int]
     dtype: torch.dtype
+    shrink: int = 1
+    index: Tensor | None = None
+    weights: Tensor | None = None
     cut: Blocks | None = None
+    triangles: Triangles = field(default_factory=Triangles)
 
     @classmethod
-    def of(cls, call: AttentionCall) -> TiledCall:
+    def of(cls, call: AttentionCall, shrink: int = 1) -> TiledCall:
         """Prepare all rows of a call."""
         given = [tensor for tensor in (call.query, call.key, call.logits) if tensor is not None]
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
         call = replace(call, masks=tuple(four_axes(mask) for mask in call.masks))
-        return cls(call, range(call.shape.queries), dtype)
+        return cls(call, range(call.shape.queries), dtype, shrink)
 
     @property
     def device(self) -> torch.device:
@@ -165,8 +153,14 @@ class TiledCall:
         assert tensor is not None, "a call has either logits or query and key"
         return tensor.device
 
+    def at_most(self, count: int | None, generator: torch.Generator | None = None) -> TiledCall:
+        """Return the call itself, or `count` of its rows if it has more."""
+        if count is None or self.call.shape.queries <= count:
+            return self
+        return self.sampled(count, generator)
+
     def sampled(self, count: int, generator: torch.Generator | None = None) -> TiledCall:
-        """Keep `count` random rows, one of each stretch of equal length, so that every position range is seen."""
+        """Keep `count` random rows, one of each of as many stretches, so that every range of positions is seen."""
         queries = self.call.shape.queries
         if generator is None:
             generator = torch.Generator("cpu").manual_seed(_SEED)
@@ -182,13 +176,18 @@ class TiledCall:
         masks = tuple(mask if mask.shape[2] == 1 else mask.index_select(2, index) for mask in self.call.masks)
         query, logits, padding = (pick(tensor) for tensor in (self.call.query, self.call.logits, self.call.padding))
         call = replace(self.call, query=query, logits=logits, padding=padding, masks=masks)
-        return replace(self, call=call, positions=rows.tolist())
+        weights = (ends - starts).to(self.device, state_dtype(self.device), non_blocking=True)
+        return replace(self, call=call, positions=rows.tolist(), index=index, weights=weights)
 
-    def parts(self) -> Iterator[tuple[slice, slice, TiledCall]]:
-        """Yield some batch items and heads at a time, their tensors converted once for all of their tiles."""
+    def parts(self, *, values: bool = False) -> Iterator[tuple[slice, slice, TiledCall]]:
+        """Yield some batch items and heads at a time, their tensors converted once for all of their tiles.
+
+        Args:
+            values: Whether the values are needed.
+        """
         call, shape = self.call, self.call.shape
         groups = 1 if call.key is None else call.key.shape[1]
-        cut = blocks(shape, groups)
+        cut = blocks(shape, groups, is_causal=call.is_causal, shrink=self.shrink)
         for items in cut.items:
             for heads in cut.heads:
                 key_heads = slice(heads.start * groups // shape.heads, -(-heads.stop * groups // shape.heads))
@@ -196,7 +195,7 @@ class TiledCall:
                     call,
                     query=self._scaled(items, heads),
                     key=self._converted(call.key, items, key_heads),
-                    value=self._converted(call.value, items, key_heads),
+                    value=self._converted(call.value, items, key_heads) if values else None,
                     scale=None if call.scale is None else 1.0,
                     logits=None if call.logits is None else call.logits[items, heads],
                     masks=tuple(_cut(mask, items, heads) for mask in call.masks),
@@ -227,7 +226,7 @@ class TiledCall:
 
     def blocked(self, tile: Tile) -> Blocked:
         """Return what is blocked in a tile."""
-        return blocked_entries(self.call, self.positions, tile.rows, tile.columns, self.dtype)
+        return blocked_entries(self.call, self.positions, tile.rows, tile.columns, self.dtype, self.triangles)
 
     def product(self, tile: Tile, work: Workspace) -> Tensor:
         """Return scale * q.k of a part, [b, H, t, k], in the first tile of the workspace."""

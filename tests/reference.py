@@ -156,9 +156,10 @@ def factor_reference(
         seen = query[:, h].double()[allowed[:, h].any(2)].flatten()
         met = key[:, h // (heads // groups)].double()[allowed[:, h].any(1)].flatten()
         products = product[:, h][allowed[:, h]]
+        products = products[products.isfinite()]
         rows["q_rms"].append(seen[seen.isfinite()].square().mean().sqrt())
         rows["k_rms"].append(met[met.isfinite()].square().mean().sqrt())
-        rows["qk_std"].append(products[products.isfinite()].std(correction=0))
+        rows["qk_std"].append(products.std(correction=0) if len(products) else products.new_tensor(math.nan))
     found = {name: torch.stack(values) for name, values in rows.items()}
     found["alignment"] = found["qk_std"] / (
         _scales(scale, heads).abs() * math.sqrt(dim) * found["q_rms"] * found["k_rms"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 B, H, T, D = 5, 3, 7, 11
 E = H * D
 SCALE = 1 / math.sqrt(D)
+aten = torch.ops.aten
 ALLOWED = torch.ones(T, T, dtype=torch.bool).tril()
 
 Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -198,6 +199,91 @@ def keys_times_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax((k @ q.mT * SCALE).masked_fill(~ALLOWED.T, -1e4), dim=-2).mT @ v
 
 
+def sdpa_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = aten.scaled_dot_product_attention.default(q, k, v, is_causal=True)
+    return out
+
+
+def operators(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = aten.mul.Tensor(aten.matmul.default(q, aten.transpose.int(k, -2, -1)), SCALE)
+    scores = aten.masked_fill.Scalar(scores, ~ALLOWED, -1e4)
+    out: Tensor = aten.matmul.default(aten.softmax.int(scores, -1), v)
+    return out
+
+
+def operators_below(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (aten.reshape.default(part, (-1, T, D)) for part in (q, k, v))
+    scores = aten.bmm.default(q, aten.permute.default(k, [0, 2, 1]))
+    scores = aten.where.self(ALLOWED, aten.div.Tensor(scores, math.sqrt(D)), torch.tensor(-1e4))
+    out: Tensor = aten.bmm(aten._softmax(scores, -1, False), v)
+    return out.view(-1, H, T, D)
+
+
+def softmin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmin((q @ k.mT * -SCALE).masked_fill(~ALLOWED, 1e4), dim=-1) @ v
+
+
+def module_softmin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = nn.Softmin(dim=-1)(-_filled(q, k, -1e4)) @ v
+    return out
+
+
+def broadcast_and_summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q[..., :, None, :] * k[..., None, :, :] * SCALE).sum(-1)
+    probs = scores.masked_fill(~ALLOWED, -1e4).softmax(-1)
+    return (probs[..., None] * v[..., None, :, :]).sum(-2)
+
+
+def dots_of_vectors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.linalg.vecdot(q[..., :, None, :], k[..., None, :, :]) * SCALE
+    return scores.masked_fill(~ALLOWED, -1e4).softmax(-1) @ v
+
+
+def views_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = k * SCALE @ q.clone().transpose_(-1, -2)
+    scores.transpose_(-1, -2).add_(~ALLOWED * -1e4).unsqueeze_(1)
+    return scores.softmax(-1).squeeze(1) @ v
+
+
+def added_with_a_factor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.add(~ALLOWED * -1e9, q @ k.mT, alpha=SCALE).softmax(-1) @ v
+
+
+def mask_added_with_a_factor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.add(q @ k.mT * SCALE, (~ALLOWED).to(q.dtype), alpha=-6000)
+    return torch.sub(scores, (~ALLOWED).to(q.dtype), alpha=6000).softmax(-1) @ v
+
+
+def reversed_subtraction(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.rsub(q @ k.mT * -SCALE, ~ALLOWED * -1e4).softmax(-1) @ v
+
+
+def product_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.addcmul(~ALLOWED * torch.full((), -1e4), q @ k.mT, torch.full((), D**-0.25), value=D**-0.25)
+    return scores.softmax(-1) @ v
+
+
+def quotient_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    blocked = (~ALLOWED).to(q.dtype)
+    scores = torch.addcdiv(q @ k.mT * SCALE, blocked, torch.full((), 1e-4), value=-1)
+    return torch.addcdiv(torch.zeros(()), scores, torch.full((), 2.0), value=2).softmax(-1) @ v
+
+
+def interpolated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.lerp(~ALLOWED * torch.full((), -2e4), q @ k.mT, SCALE)
+    return scores.softmax(-1) @ v
+
+
+def masks_that_block_together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    half = ~ALLOWED * -5000.0
+    return (q @ k.mT * SCALE + half + half).softmax(-1) @ v
+
+
+def sdpa_masks_that_block_together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    half = ~ALLOWED * torch.full((), -5000.0, dtype=q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, half + half)
+
+
 SPELLINGS: tuple[Spelling, ...] = (
     *(sdpa_causal, sdpa_bool_mask, sdpa_float_mask, sdpa_prescaled, sdpa_folded),
     *(functional_softmax, torch_softmax_to_float32, method_softmax, special_softmax, module_softmax),
@@ -206,4 +292,9 @@ SPELLINGS: tuple[Spelling, ...] = (
     *(scale_on_query, scale_split, scale_is_a_tensor, scale_per_head, scale_per_head_on_query, rotary),
     *(folded_bmm, folded_heads_first, folded_baddbmm, unfolded_for_the_mask),
     *(einsum_heads_second, einsum_heads_last, einsum_keys_before_heads, keys_times_queries),
+    *(sdpa_operator, operators, operators_below, softmin, module_softmin),
+    *(broadcast_and_summed, dots_of_vectors, views_in_place),
+    *(added_with_a_factor, mask_added_with_a_factor, reversed_subtraction),
+    *(product_added, quotient_added, interpolated),
+    *(masks_that_block_together, sdpa_masks_that_block_together),
 )

@@ -362,6 +362,13 @@ def test_a_pattern_that_matches_nothing_ends_the_fit_before_it_starts() -> None:
     assert model.losses == []
 
 
+def test_a_choice_of_modules_that_can_be_read_once_holds_for_every_stage() -> None:
+    once: Any = (name for name in ["net.*"])
+    monitor = AttentionMonitor(modules=once, stages=("train", "validate"))
+    quiet(callbacks=[monitor]).fit(Lit("hand"), loader(2), loader(2))
+    assert list(monitor.history[0][1]) == list(monitor.evaluations["validate"]) == ["net.blocks.0"]
+
+
 def test_the_tuner_does_not_reach_the_monitor(tmp_path: Path) -> None:
     from pytorch_lightning.tuner.tuning import Tuner
 

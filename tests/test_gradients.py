@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attn_monitor import tiles
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.gradients import attention_gradient_sums, qualifying_entries, softmax_gradient_sums
+from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
+from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from tests.reference import assert_matches, dense_logits, gradient_reference
 from tests.test_functional import hostile_surroundings
 
@@ -84,7 +85,7 @@ def test_the_gradients_of_a_softmax_match_autograd(kind: str) -> None:
     assert_matches(both, expected, names=NORMS)
     _, logits, allowed = dense_logits(query, key, scale=D**-0.5, **options)
     bare = AttentionCall(logits=logits.float().masked_fill(~allowed, -math.inf))
-    torch.testing.assert_close(qualifying_entries(bare), qualifying_entries(call))
+    torch.testing.assert_close(qualifying_entries(bare).bits, qualifying_entries(call).bits)
 
     one = softmax_gradient_sums(qualifying_entries(call), grad_logits=seen["grad_logits"]).finalize(GRADIENTS)
     assert_matches(one, expected, names=NORMS[:1])
@@ -96,7 +97,8 @@ def test_a_row_with_a_bad_logit_does_not_count() -> None:
     bias = torch.zeros(B, H, Q, K)
     bias[1, 2, 3, 4] = math.nan
     call = AttentionCall(query=query, key=key, value=value, scale=D**-0.5, masks=(bias,))
-    entries = qualifying_entries(call)
+    entries = qualifying_entries(call).keep(slice(None), slice(None), slice(None)).bool()
+    assert entries.shape == (B, H, Q, K)
     assert not entries[1, 2, 3].any()
     assert int((~entries).sum()) == K
     stats = attention_gradient_sums(call, grad_output).finalize(GRADIENTS)
@@ -153,6 +155,7 @@ def test_the_size_of_tiles_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     expected = gradient_reference(query, key, value, grad_output, is_causal=True)
     call = AttentionCall(query=query, key=key, value=value, scale=D**-0.5, is_causal=True)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(tiles, "MAX_ROWS", 7)
     assert_matches(attention_gradient_sums(call, grad_output).finalize(GRADIENTS), expected, names=NORMS)
     seen = {name: expected[name] for name in ("grad_logits", "grad_probs")}
     sums = softmax_gradient_sums(qualifying_entries(call), **seen)
@@ -183,7 +186,7 @@ def test_empty_axes_measure_nothing(empty: str) -> None:
     call = AttentionCall(query=torch.zeros(b, H, q, D), key=torch.zeros(b, G, k, D), value=torch.zeros(b, G, k, V))
     assert attention_gradient_sums(call, torch.zeros(b, H, q, V)).finalize(GRADIENTS).grad_logits_norm is None
     entries = qualifying_entries(call)
-    assert entries.shape == (b, H, q, k)
+    assert entries.keep(slice(None), slice(None), slice(None)).shape == (b, H, q, k)
     stats = softmax_gradient_sums(entries, grad_logits=torch.zeros(b, H, q, k)).finalize(GRADIENTS)
     assert stats.grad_logits_norm is None
 
@@ -209,7 +212,8 @@ def test_bad_inputs_get_a_clear_error() -> None:
         attention_gradient_sums(AttentionCall(query=query, key=key), grad_output)
     with pytest.raises(ValueError, match=r"output's shape \(2, 6, 11, 5\), got \(2, 6, 5, 11\)"):
         attention_gradient_sums(AttentionCall(query=query, key=key, value=value), grad_output.mT)
+    entries = qualifying_entries(AttentionCall(query=query, key=key))
     with pytest.raises(ValueError, match="got neither"):
-        softmax_gradient_sums(torch.ones(1, 1, 1, 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"qualifying entries \(1, 1, 1, 4\).*got \[\(2, 3, 5, 7\)\]"):
-        softmax_gradient_sums(torch.ones(1, 1, 1, 4, dtype=torch.bool), grad_logits=torch.zeros(2, 3, 5, 7))
+        softmax_gradient_sums(entries)
+    with pytest.raises(ValueError, match=r"shape of the logits \(2, 6, 11, 13\), got \[\(2, 6, 11, 5\)\]"):
+        softmax_gradient_sums(entries, grad_logits=grad_output)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_monitor import AttentionProbe, AttentionStatistics
+from attn_monitor.catalog import GRADIENTS
 from tests.models import DIM, HEADS, HandWritten, Net, split_heads
 from tests.reference import assert_matches, assert_same, attention_reference, gradient_reference
 
@@ -84,6 +85,29 @@ def test_lora_adapters_have_the_names_and_the_numbers_of_what_they_adapt(x: Tens
     assert list(measure(adapted, x, modules="layers.1")) == ["layers.1"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_lora_adapter_of_multi_head_attention_has_the_numbers_of_its_merged_weights(x: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attn(x, x, x)[0]
+
+    config = peft.LoraConfig(r=2, target_modules=["attn"], init_lora_weights=False)
+    adapted = peft.get_peft_model(SelfAttention(), config)
+    found = measure(adapted, x)
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    projected = F.linear(x, merged.attn.in_proj_weight, merged.attn.in_proj_bias).chunk(3, -1)
+    q, k, _ = (part.detach().unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected)
+    assert list(found) == ["attn"]
+    assert_matches(found["attn"], attention_reference(q, k))
+    assert_same(found["attn"], measure(merged.requires_grad_(), x)["attn"], relative=1e-4)
+
+
 def test_a_shared_module_is_pooled_and_tied_weights_are_not(x: Tensor) -> None:
     shared = Model()
     shared.layers[1] = shared.layers[0]
@@ -137,9 +161,10 @@ def test_a_copy_made_while_watched_is_not_watched(x: Tensor, copying: Any) -> No
         averaged(x)
     assert {stats.calls for stats in probe.compute().values()} == {1}
     assert not probe.skipped
-    with AttentionProbe(average) as other:
-        average(x)
-    assert {stats.calls for stats in other.compute().values()} == {1}
+    alone = measure(model, x)
+    for copied in (average, averaged.module):
+        for name, stats in measure(copied, x).items():
+            assert_same(stats, alone[name])
 
 
 @pytest.mark.parametrize("kind", ["hand", "sdpa"])
@@ -148,10 +173,13 @@ def test_a_frozen_layer_has_statistics_and_no_gradients_unless_some_flow_through
     net.blocks[0].requires_grad_(False)
     net.blocks[2].requires_grad_(False)
     stats = measure(net, x)
-    assert stats["blocks.0"].logit_std is not None
+    trained = measure(copy.deepcopy(net).requires_grad_(), x)
+    for name, wanted in trained.items():
+        values = {key: value for key, value in wanted.measured().items() if key not in GRADIENTS}
+        assert_matches(stats[name], {key: value.double() for key, value in values.items()})
     assert stats["blocks.0"].grad_logits_norm is None  # nothing before it wants a gradient
-    assert stats["blocks.1"].grad_logits_norm is not None
-    assert stats["blocks.2"].grad_logits_norm is not None  # those of the second block pass through
+    for name in ("blocks.1", "blocks.2"):  # the gradients for the second block pass through the third
+        torch.testing.assert_close(stats[name].grad_logits_norm, trained[name].grad_logits_norm)
 
 
 def test_forward_called_by_its_name_belongs_to_the_caller(x: Tensor) -> None:

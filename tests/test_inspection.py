@@ -73,7 +73,7 @@ def test_every_path_is_told_and_what_is_blind_too() -> None:
         "by hand": InspectedAttention("by hand", "", "observed", 1, DIM, found["by hand"].scale_ratio, 5, 1),
         "linear": InspectedAttention("linear", "LinearAttention", skipped=found["linear"].skipped),
     }
-    assert "no softmax seen in it" in found["linear"].skipped
+    assert "no softmax of queries times keys was seen in it" in found["linear"].skipped
     for name, ratio in {"hand": 1, "fused": 1, "mha": 1, "by hand": 2 * DIM**0.5}.items():
         assert found[name].scale_ratio == pytest.approx((ratio, ratio))
 
@@ -98,7 +98,7 @@ def test_a_table_says_it_all() -> None:
     assert lines[0].split() == ["name", "class", "path", "heads", "head_dim", "scale*sqrt(d)", "keys"]
     assert lines[1].split() == ["hand", "HandWritten", "softmax", "2", "6", "1", "5"]
     assert lines[-2:][0] == "not measured:"
-    assert lines[-1].startswith("  linear (LinearAttention): no softmax seen in it")
+    assert lines[-1].startswith("  linear (LinearAttention): no softmax of queries times keys was seen")
 
 
 def test_what_shows_itself_is_not_blind() -> None:

@@ -138,6 +138,50 @@ def test_compiled_without_graph_breaks_and_recorded_when_watched() -> None:
     assert traced == [1]
 
 
+# Dynamo looks at .grad of every tensor that enters a graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_full_graph_gives_the_whole_record_gradients_included() -> None:
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.gate = nn.Linear(D, 3 * D), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(0, (1, H, Q)) for part in self.qkv(x).chunk(3, -1))
+            weights = (q @ k.mT).exp()
+            out = weights / weights.sum(-1, keepdim=True) @ v
+            observe_attention("kernel", q, k, v, scale=1.0, output=out)
+            logits = self.gate(out)
+            observe_logits("router", logits)
+            return logits.logsumexp(-1).sum() + out.square().sum()
+
+    torch._dynamo.reset()
+    model, x = Blind(), torch.randn(H * Q, D)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(x).backward()
+    alone = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with AttentionProbe(compiled, modules=lambda name, _: name == "") as probe:
+        compiled(x).backward()
+    for parameter, gradient in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    found = probe.compute()
+    assert set(found) == {"kernel", "router"}
+
+    q, k, v = (part.detach().unflatten(0, (1, H, Q)) for part in model.qkv(x).chunk(3, -1))
+    out = ((q @ k.mT).softmax(-1) @ v).requires_grad_()
+    logits = model.gate(out)
+    (logits.logsumexp(-1).sum() + out.square().sum()).backward()
+    assert out.grad is not None
+    wanted = gradient_reference(q, k, v, out.grad, scale=1.0)
+    assert_matches(found["kernel"], attention_reference(q, k, scale=1.0))
+    assert_matches(found["kernel"], wanted, names=("grad_logits_norm", "grad_probs_norm", "gradient_gain"))
+    shown = logits.detach()
+    assert_matches(found["router"], softmax_reference(shown, torch.ones(Q, 3, dtype=torch.bool)))
+    norm = shown.double().softmax(-1)[0].norm(dim=(1, 2))  # of the gradient of logsumexp
+    torch.testing.assert_close(found["router"].grad_logits_norm, norm, rtol=1e-5, atol=0)
+
+
 def test_nothing_happens_when_nothing_watches() -> None:
     observe_attention("kernel", torch.zeros(1), torch.zeros(2, 3))
     observe_logits("logits", torch.zeros(()))

@@ -95,6 +95,33 @@ def test_a_pattern_that_matches_nothing_lists_the_modules_and_attaches_nothing()
         probe.check_modules()
 
 
+@pytest.mark.parametrize(("wrong", "first"), [("*.self_atn", "0.self_attn"), ("40.self_attn.*", "40.self_attn")])
+def test_a_pattern_that_matches_nothing_in_a_large_model_lists_what_is_most_like_it(wrong: str, first: str) -> None:
+    layers = [nn.ModuleDict({"mlp": nn.Linear(1, 1), "self_attn": nn.Linear(1, 1)}) for _ in range(50)]
+    with pytest.raises(ValueError, match="matches no module") as caught:
+        AttentionProbe(nn.Sequential(*layers), modules=wrong).attach()
+    listed = str(caught.value).partition("at least one of: ")[2].split(", ")
+    assert listed[0] == first
+    assert len(listed) == 21
+    assert listed[20] == "... and 130 more."
+
+
+@pytest.mark.parametrize("modules", [("layers.1" for _ in range(1)), {"layers.1"}, map(str, ["layers.1"])], ids=type)
+def test_a_choice_that_can_be_read_once_holds_for_every_attachment(modules: Any) -> None:
+    net, x = Net(), torch.randn(B, T, E)
+    probe = AttentionProbe(net, modules=modules)
+    for _ in range(2):
+        with probe:
+            net(x)
+        assert list(probe.compute()) == ["layers.1"]
+
+
+def test_a_generator_that_yields_nothing_selects_nothing() -> None:
+    nothing: Any = iter(())
+    with pytest.raises(ValueError, match="selects nothing"):
+        AttentionProbe(Net(), modules=nothing)
+
+
 @pytest.mark.parametrize(
     ("modules", "found"),
     [
@@ -166,7 +193,7 @@ class Wrapper(nn.Module):
         return getattr(self, self.name)(*args)
 
 
-class DistributedDataParallelLike(Wrapper):
+class DistributedDataParallel(Wrapper):
     """Named as the real one, which needs a process group."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -177,10 +204,10 @@ class DistributedDataParallelLike(Wrapper):
     "wrap",
     [
         lambda net: torch.compile(net, backend="eager"),
-        DistributedDataParallelLike,
+        DistributedDataParallel,
         lambda net: Wrapper("_fsdp_wrapped_module", net),
-        lambda net: DistributedDataParallelLike(torch.compile(net, backend="eager")),  # type: ignore[arg-type]
-        lambda net: torch.compile(DistributedDataParallelLike(net), backend="eager"),
+        lambda net: DistributedDataParallel(torch.compile(net, backend="eager")),  # type: ignore[arg-type]
+        lambda net: torch.compile(DistributedDataParallel(net), backend="eager"),
     ],
 )
 def test_wrappers_do_not_show_in_names(wrap: Callable[[nn.Module], Any]) -> None:
@@ -506,7 +533,9 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     if request.param == "forward":
         monkeypatch.setattr(collector_module, "attention_sums", fail)
+        monkeypatch.setattr(taps_module, "attention_sums", fail)
     else:
+        monkeypatch.setattr(taps_module, "attention_sums", fail)
         monkeypatch.setattr(taps_module, "attention_gradient_sums", fail)
         monkeypatch.setattr(taps_module, "softmax_gradient_sums", fail)
     return request.param
@@ -529,7 +558,8 @@ def test_after_a_reset_a_failed_layer_is_tried_again(monkeypatch: pytest.MonkeyP
     net, x = Net(), torch.randn(B, T, E)
     probe = AttentionProbe(net)
     with monkeypatch.context() as patch:
-        patch.setattr(collector_module, "attention_sums", lambda *_: 1 / 0)
+        patch.setattr(collector_module, "attention_sums", lambda *_, **__: 1 / 0)
+        patch.setattr(taps_module, "attention_sums", lambda *_, **__: 1 / 0)
         with probe:
             net(x)
     assert len(probe.skipped) == 2

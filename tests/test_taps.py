@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -266,3 +268,137 @@ def test_selective_checkpointing_does_not_see_our_operations(path: Path, saved: 
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
     assert not probe.skipped
     assert probe.compute()["block"].grad_logits_norm is not None
+
+
+# -- the forward pass waits for the backward pass ------------------------------------------------------------------
+
+
+def forward_alone(net: nn.Module, x: Tensor) -> Mapping[str, AttentionStatistics]:
+    with AttentionProbe(net, gradients=False) as probe:
+        net(x)
+    return probe.compute()
+
+
+def test_one_look_in_the_backward_pass_gives_the_numbers_of_two() -> None:
+    net, x = Net("fused"), torch.randn(B, T, E)
+    found, wanted = measured(net, x), forward_alone(net, x)
+    assert list(found) == list(wanted) == [f"blocks.{index}" for index in range(4)]
+    for name, stats in wanted.items():
+        for statistic, value in stats.measured().items():
+            torch.testing.assert_close(getattr(found[name], statistic), value, rtol=1e-6, atol=1e-7, msg=statistic)
+        assert (found[name].calls, found[name].keys) == (1, T)
+
+
+def test_numbers_asked_for_before_the_backward_pass_are_there_and_counted_once() -> None:
+    net, x = Net("fused"), torch.randn(B, T, E)
+    with AttentionProbe(net) as probe:
+        loss = net(x).square().mean()
+        early = probe.compute()
+        loss.backward()
+    late, wanted = probe.compute(), measured(net, x)
+    for name, stats in wanted.items():
+        assert early[name].calls == late[name].calls == 1
+        assert early[name].grad_logits_norm is None
+        torch.testing.assert_close(early[name].entropy, stats.entropy)
+        assert_same(late[name], stats, relative=1e-6)
+
+
+def test_a_graph_that_is_dropped_leaves_its_forward_statistics() -> None:
+    net, x = Net("fused"), torch.randn(B, T, E)
+    with AttentionProbe(net) as probe:
+        net(x)  # its output, and so its graph, is gone at once
+        out = net(x)
+        net(x).sum().backward()
+    del out
+    stats, wanted = probe.compute(), forward_alone(net, x)
+    for name, alone in wanted.items():
+        assert stats[name].calls == 3
+        torch.testing.assert_close(stats[name].entropy, alone.entropy)
+        assert stats[name].grad_logits_norm is not None
+
+
+def test_a_second_backward_pass_through_a_graph_adds_gradients_alone() -> None:
+    net, x = Net("fused"), torch.randn(B, T, E)
+    with AttentionProbe(net) as probe:
+        loss = net(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    stats = probe.compute()["blocks.0"]
+    once = measured(net, x)["blocks.0"]
+    assert (stats.calls, stats.rows.tolist()) == (1, once.rows.tolist())
+    assert stats.grad_logits_norm is not None
+    torch.testing.assert_close(stats.grad_logits_norm, once.grad_logits_norm * math.sqrt(2))
+
+
+def test_a_tensor_changed_in_place_before_the_backward_pass_is_no_number() -> None:
+    class Frozen(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
+
+        mask = torch.zeros(T, T)
+
+    net = Frozen()
+    query, key = torch.randn(2, B, H, T, D).requires_grad_().unbind(0)
+    with AttentionProbe(net) as probe:
+        out = net(query, key, key)
+        with torch.no_grad():
+            net.mask.data = net.mask.data + 1  # another tensor: what was used stays as it was
+        out.sum().backward()
+    assert probe.compute()["Frozen"].calls == 1
+
+    net.mask = torch.zeros(T, T)
+    with AttentionProbe(net) as probe:
+        out = net(query.detach().requires_grad_(), key.detach(), key.detach())
+        net.mask.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        del out
+    assert dict(probe.compute()) == {}
+    assert "changed in place" in probe.skipped["Frozen"]
+
+
+def test_after_detaching_nothing_of_the_model_is_kept() -> None:
+    net, x = Net("fused"), torch.randn(B, T, E)
+    kept: list[weakref.ref[Tensor]] = []
+
+    def hook(module: nn.Module, inputs: Any, out: Tensor) -> None:
+        kept.append(weakref.ref(out))
+
+    for block in net.blocks:
+        block.qkv.register_forward_hook(hook)  # type: ignore[union-attr] # a Linear
+    with AttentionProbe(net) as probe:
+        loss = net(x).mean()
+    del loss
+    gc.collect()
+    assert len(kept) == 4
+    assert [reference() for reference in kept] == [None] * 4
+    assert probe.compute()["blocks.0"].calls == 1
+
+
+@pytest.mark.parametrize("path", ["fused", "softmax"])
+def test_sampled_rows_estimate_the_gradients(path: Path) -> None:
+    torch.manual_seed(0)
+    attention = Attention(path)
+    x = torch.randn(B, T, E)
+
+    def norms(**options: Any) -> AttentionStatistics:
+        with AttentionProbe(attention, **options) as probe:
+            attention(x).square().sum().backward()
+        return probe.compute()["Attention"]
+
+    exact = norms()
+    assert exact.grad_logits_norm is not None
+    assert exact.approximate == frozenset()
+    squares = []
+    with AttentionProbe(attention, max_queries=3) as probe:
+        for _ in range(300):
+            attention(x).square().sum().backward()
+            stats = probe.compute()["Attention"]
+            assert stats.grad_logits_norm is not None
+            assert {"grad_logits_norm", "grad_probs_norm", "gradient_gain"} <= stats.approximate
+            squares.append(stats.grad_logits_norm.square())
+            probe.reset()
+    seen = torch.stack(squares)
+    error = seen.std(0) / math.sqrt(len(seen))
+    assert (seen.std(0) > 0.05 * seen.mean(0)).all()  # or else nothing is sampled
+    assert ((seen.mean(0) - exact.grad_logits_norm.square()).abs() < 4 * error).all()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,19 @@ def test_scalars_are_the_mean_over_heads_and_the_worst_head() -> None:
         "attn_monitor/observed_layers": 2.0,
         "attn_monitor/saturation_ratio_max": 1.5,
     }
+
+
+def test_the_error_of_sampled_rows_is_logged_beside_the_estimates() -> None:
+    errors = {"entropy": torch.tensor([0.1, 0.3]), "logit_std": torch.tensor([9.0, 9.0])}
+    record = {
+        "net.a": replace(make_record(2, entropy=[2.0, 1.5], logit_std=[1.0, 1.0]), standard_error=errors),
+        "net.b": make_record(2, entropy=[1.0, 1.0]),
+    }
+    tags = scalars(record, {"entropy"}, RULE, 0)
+    assert tags["attn_monitor/sampling_error_max"] == pytest.approx(0.2)  # that of what is not chosen does not count
+    assert "attn_monitor/sampling_error_max" not in scalars({"net.b": record["net.b"]}, {"entropy"}, RULE, 0)
+    table = head_tables(record, RULE, ["net.a", "net.b"])["entropy_standard_error"]
+    torch.testing.assert_close(table, torch.tensor([[0.1, 0.3], [NAN, NAN]]), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", sorted(ALL))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
-from attn_monitor.capture.layout import Axis, Layout, fresh
+from attn_monitor.capture.layout import Axis, Layout, fresh, sizes
+from attn_monitor.capture.products import Number
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
-from attn_monitor.capture.tags import TagStore
+from attn_monitor.capture.tags import Tag, TagStore
 from attn_monitor.records import AttentionCall
 
 POOLED_HEADS = "the heads, if there are several, are folded into the batch and could not be told apart: pooled as one"
@@ -34,9 +36,8 @@ def check_measurable(*tensors: Tensor) -> None:
 def _groups(axes: Sequence[Axis], depth: Sequence[Axis]) -> tuple[list[int], list[int]]:
     """Split the axes folded into one leading dimension into positions of batch and of heads."""
     parents = {id(axis.parent) for axis in depth if axis.parent is not None}
+    # Without such a kinship nothing tells heads from frames or windows.
     heads = [i for i, axis in enumerate(axes) if axis.parent is not None and id(axis.parent) in parents]
-    if not heads and len(axes) > 1:
-        heads = [len(axes) - 1]
     return [i for i in range(len(axes)) if i not in heads], heads
 
 
@@ -47,33 +48,89 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         fn.argument(args, kwargs, i, name) for i, name in enumerate(names)
     )
     check_measurable(query, key, value)
-    if query.dim() != key.dim() or query.dim() < 2 or query.shape[-1] != key.shape[-1] or not query.shape[-1]:
+    if min(query.dim(), key.dim(), value.dim()) < 2 or query.shape[-1] != key.shape[-1] or not query.shape[-1]:
         return None
-    found = (tags.get(query), tags.get(key))
-    layout = found[0].layout if found[0] is not None and len(found[0].layout) == query.dim() else fresh(query.shape)
-    fold, note = _fold(query.dim(), layout)
-    head_axes = layout[-3] if query.dim() >= 4 else ()
-    scales = [tag.scale.per_head(head_axes) if tag is not None and tag.kind == "activation" else 1.0 for tag in found]
+    grouped = bool(fn.argument(args, kwargs, 7, "enable_gqa"))
+    wide = _widened((query.detach(), key.detach(), value.detach()), grouped=grouped)
+    if wide is None:
+        return None
+    dims = wide[0].dim()
+    found = [_layout(tags.get(tensor), tensor, dims) for tensor in (query, key)]
+    fold, note = _fold(dims, _of_all(found[0], found[1], wide[0].shape))
     masks: tuple[Tensor, ...] = ()
     if mask is not None:
-        shape = (*query.shape[:-1], key.shape[-2])
-        whole = query.dim() == 4 and mask.dim() == 4 and mask.shape[-2] == 1  # the same for every query
+        shape = (*wide[0].shape[:-1], wide[1].shape[-2])
+        whole = dims == 4 and mask.dim() == 4 and mask.shape[-2] == 1  # the same for every query
         masks = (mask.detach() if whole else fold(mask.detach().expand(shape)),)
-    keys_fold = fold if query.dim() != 4 else _as_it_is
+    keys_fold = fold if dims != 4 else _as_it_is
     call = AttentionCall(
-        query=fold(query.detach()),
-        key=keys_fold(key.detach()),
-        value=keys_fold(value.detach()),
+        query=fold(wide[0]),
+        key=keys_fold(wide[1]),
+        value=keys_fold(wide[2]),
         masks=masks,
         is_causal=bool(causal),
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        query_scale=scales[0],
-        key_scale=scales[1],
         head_dim=query.shape[-1],
         dropout=bool(dropout),
     )
+    query_scale, key_scale = (
+        _scale(tags.get(tensor), layout, call.shape.heads) for tensor, layout in zip((query, key), found, strict=True)
+    )
+    call = replace(call, query_scale=query_scale, key_scale=key_scale)
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return Sighting(call=call, logits=None, canonical=fold, differentiable=differentiable, note=note, path="sdpa")
+
+
+def _widened(tensors: tuple[Tensor, Tensor, Tensor], *, grouped: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return query, key and value with the same leading dimensions, as torch broadcasts them; `None` if it won't.
+
+    Grouped keys and values stay as few as they are, as long as there are as many of both.
+    """
+    dims = max(tensor.dim() for tensor in tensors)
+    query, key, value = (tensor.reshape((1,) * (dims - tensor.dim()) + tuple(tensor.shape)) for tensor in tensors)
+    if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return query, key, value
+    try:
+        if not grouped or dims < 3:
+            lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+            shapes = [lead] * 3
+        else:
+            batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+            groups = math.lcm(key.shape[-3], value.shape[-3])
+            if query.shape[-3] % groups:
+                return None
+            key, value = (x.repeat_interleave(groups // x.shape[-3], dim=-3) for x in (key, value))
+            shapes = [(*batch, query.shape[-3]), (*batch, groups), (*batch, groups)]
+        query, key, value = (
+            x.expand(*shape, *x.shape[-2:]) for x, shape in zip((query, key, value), shapes, strict=True)
+        )
+    except RuntimeError:
+        return None
+    return query, key, value
+
+
+def _layout(tag: Tag | None, tensor: Tensor, dims: int) -> Layout:
+    """Return the axes of a tensor with dimensions missing in front."""
+    known = tag is not None and len(tag.layout) == tensor.dim()
+    layout = tag.layout if tag is not None and known else fresh(tensor.shape)
+    return (((),) * (dims - len(layout))) + layout
+
+
+def _of_all(query: Layout, key: Layout, shape: torch.Size) -> Layout:
+    """Return the axes of the queries, those of the keys where the queries were broadcast to them."""
+    wide = zip(query, key, sizes(query), shape, strict=True)
+    lead = [mine if size == full else other for mine, other, size, full in wide]
+    return (*lead[:-2], *query[-2:])
+
+
+def _scale(tag: Tag | None, layout: Layout, heads: int) -> Number:
+    """Return what query or key has been multiplied with, a number or one value for each query head."""
+    if tag is None or tag.kind != "activation":
+        return 1.0
+    scale = tag.scale.of_factor(layout[-3] if len(layout) >= 4 else ())
+    if isinstance(scale, Tensor) and scale.numel() > 1 and heads % scale.numel() == 0:
+        return scale.repeat_interleave(heads // scale.numel())
+    return scale
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

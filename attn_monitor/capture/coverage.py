@@ -9,12 +9,16 @@ from torch import nn
 
 from attn_monitor.capture.naming import is_helper
 
-_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
-_PART = re.compile(r"output|mask|bias|norm|dropout|embed|pool|layer|block|encoder|decoder|model|head$", re.IGNORECASE)
-"""What only stands beside an attention, or holds one among other things."""
+_KIND = re.compile(r"attention|attn", re.IGNORECASE)
+_PLACE = re.compile(r"((self|cross|enc|dec|encoder|decoder)_?)?(attn|attention)_?\d*", re.IGNORECASE)
+"""What an attribute is called that holds a whole attention, not a part of one."""
+_PART = re.compile(r"output|mask|bias|norm|dropout|embed", re.IGNORECASE)
+"""What only stands beside an attention."""
+_PLAIN = re.compile(r"layer$|linear|project|bottleneck|conv|sequential|list$|dict$", re.IGNORECASE)
+"""What may be called attention for what it is used for, and is none by its class."""
 NOTHING_SEEN = (
-    "no softmax seen in it: an attention without one, or inside a kernel nobody can see into; "
-    "call observe_attention or observe_logits there"
+    "no softmax of queries times keys was seen in it: linear or additive attention, or a kernel or "
+    "compiled code nobody can look into; call observe_attention or observe_logits there"
 )
 
 
@@ -23,10 +27,13 @@ def unseen_attention(
 ) -> dict[str, str]:
     """Return the modules that are named like attention, have run, and in which nothing was seen, with the reason.
 
+    Of several that hold each other the innermost is named. What was seen in a module speaks for all around it, and for
+    what is inside it if that is a part of it: directly below, or below a module that is itself named like attention.
+
     Args:
-        names: The names of all modules.
+        names: The names of all modules, those of the inner ones after those of the outer ones.
         called: The modules that have run.
-        seen: The names under which something was seen, measured or not.
+        seen: The names under which something was seen, measured or not; that of the root is empty.
 
     Example:
         >>> class LinearAttention(nn.Linear): ...
@@ -35,18 +42,27 @@ def unseen_attention(
         >>> list(unseen_attention(names, list(names), seen=[]))
         ['0']
     """
+    holders = {name for module, name in names.items() if name in seen and _named_attention(module, name)}
     found: dict[str, str] = {}
-    for module, name in names.items():
-        kind = type(module).__name__
-        if module not in called or not _ATTENTION.search(kind) or _PART.search(kind) or is_helper(module):
+    for module, name in reversed(list(names.items())):
+        if module not in called or not _named_attention(module, name):
             continue
-        if next(module.parameters(), None) is None and next(module.children(), None) is None:
-            continue  # a function in the shape of a module, part of its parent
-        related = (*seen, *found)
-        if not any(_within(other, name) or _within(name, other) for other in related):
-            found[name or kind] = NOTHING_SEEN
-    return found
+        around = any(inner != name and is_within(inner, name) for inner in found)
+        below = name.rpartition(".")[0] in seen or any(is_within(name, holder) for holder in holders)
+        if not around and not below and not any(is_within(inner, name) for inner in seen):
+            found[name or type(module).__name__] = NOTHING_SEEN
+    return dict(reversed(list(found.items())))
 
 
-def _within(inner: str, outer: str) -> bool:
+def is_within(inner: str, outer: str) -> bool:
+    """Tell whether a module is another or inside it, by their names."""
     return inner == outer or not outer or inner.startswith(f"{outer}.")
+
+
+def _named_attention(module: nn.Module, name: str) -> bool:
+    kind = type(module).__name__
+    if _PART.search(kind) or is_helper(module):
+        return False
+    if _KIND.search(kind):
+        return True
+    return not _PLAIN.search(kind) and _PLACE.fullmatch(name.rpartition(".")[2]) is not None

@@ -8,87 +8,161 @@ themselves by weighing values in the end. Nothing here computes with the model's
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
+import torch
 from torch import Tensor
 
-from attn_monitor.capture import follow_arithmetic, follow_masks, follow_pieces, follow_products, follow_views
+from attn_monitor.capture import (
+    follow_arithmetic,
+    follow_masks,
+    follow_order,
+    follow_pieces,
+    follow_products,
+    follow_sums,
+    follow_views,
+)
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import fresh
 from attn_monitor.capture.tags import Step, Tag, TagStore
+from attn_monitor.unseen import unseen
 
 Rule: TypeAlias = Callable[[TagStore, Step], None]
+Rules: TypeAlias = "tuple[tuple[frozenset[fn.Function], Rule], ...]"
 
-_RULES: dict[fn.Function, Rule] = {
-    function: rule
-    for functions, rule in (
-        (fn.SAME, follow_views.same),
+
+def _by_function(rules: Rules) -> dict[fn.Function, Rule]:
+    return {function: rule for functions, rule in rules for function in functions}
+
+
+_BEGINNINGS = _by_function(
+    (
         (fn.RESHAPE, follow_views.reshape),
-        (fn.VIEW, follow_views.view),
-        (fn.CONCATENATE, follow_pieces.concatenate),
-        (fn.STACK, follow_pieces.stack),
-        (fn.REARRANGE, follow_views.rearrange),
-        (fn.PAD, follow_pieces.pad),
-        (fn.REPEAT, follow_pieces.repeat),
-        (fn.REPEAT_INTERLEAVE, follow_pieces.repeat_interleave),
-        (fn.AS_STRIDED, follow_views.as_strided),
-        (fn.LARGEST, follow_arithmetic.largest),
-        (fn.SMALLEST, follow_arithmetic.smallest),
         (fn.MULTIPLY, follow_arithmetic.multiply),
         (fn.DIVIDE, follow_arithmetic.divide),
-        (fn.NEGATE, follow_arithmetic.negate),
-        (fn.ADD, follow_arithmetic.add),
-        (fn.SUBTRACT, follow_arithmetic.subtract),
-        (fn.REVERSE_SUBTRACT, follow_arithmetic.reverse_subtract),
-        (fn.TANH, follow_arithmetic.tanh),
-        (fn.NO_SOFTMAX, follow_arithmetic.no_softmax),
-        (fn.MASKED_FILL, follow_masks.masked_fill),
-        (fn.WHERE, follow_masks.where),
-        (fn.SET_ITEM, follow_masks.set_item),
-        (fn.MIXING, follow_products.mix),
         (fn.DISTANCE, follow_products.distance),
         (fn.MATMUL, follow_products.matmul),
         (fn.RIGHT_MATMUL, follow_products.right_matmul),
         (fn.BADDBMM, follow_products.baddbmm),
+        (fn.ADDMM, follow_products.addmm),
         (fn.EINSUM, follow_products.einsum),
+        (fn.LINEAR, follow_products.linear),
+        (fn.CONVOLUTION, follow_products.convolution),
+        (fn.INNER, follow_products.inner),
+        (fn.TENSORDOT, follow_products.tensordot),
+        (fn.VECDOT, follow_products.vecdot),
     )
-    for function in functions
-}
+)
+"""What tells something about its result even if nothing is known about its arguments."""
+_CONTINUATIONS = _by_function(
+    (
+        (fn.SAME, follow_views.same),
+        (fn.VIEW, follow_views.view),
+        (fn.AS_STRIDED, follow_views.as_strided),
+        (fn.CONCATENATE, follow_pieces.concatenate),
+        (fn.STACK, follow_pieces.stack),
+        (fn.PAD, follow_pieces.pad),
+        (fn.REPEAT, follow_pieces.repeat),
+        (fn.REPEAT_INTERLEAVE, follow_pieces.repeat_interleave),
+        (fn.REARRANGE, follow_order.rearrange),
+        (fn.SELECT_LARGEST, follow_order.select_largest),
+        (fn.SCATTER, follow_order.scatter),
+        (fn.INDEX_FILL, follow_order.index_fill),
+        (fn.LARGEST, follow_arithmetic.largest),
+        (fn.SMALLEST, follow_arithmetic.smallest),
+        (fn.NEGATE, follow_arithmetic.negate),
+        (fn.CLAMP, follow_arithmetic.clamp),
+        (fn.TANH, follow_arithmetic.tanh),
+        (fn.NO_SOFTMAX, follow_arithmetic.no_softmax),
+        (fn.ADD, follow_sums.add),
+        (fn.SUBTRACT, follow_sums.subtract),
+        (fn.REVERSE_SUBTRACT, follow_sums.reverse_subtract),
+        (fn.ADDCMUL, follow_sums.add_product),
+        (fn.ADDCDIV, follow_sums.add_quotient),
+        (fn.LERP, follow_sums.lerp),
+        (fn.SUM, follow_products.total),
+        (fn.MASKED_FILL, follow_masks.masked_fill),
+        (fn.WHERE, follow_masks.where),
+        (fn.SET_ITEM, follow_masks.set_item),
+    )
+)
+"""What tells something only if something is known already."""
 _PROJECTIONS = frozenset({"linear", "embedding", "conv1d", "conv2d", "conv3d"})
 """Functions that make an activation of a weight."""
 
 
 def follow(tags: TagStore, function: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Tag what a torch function returned, from the tags of what it was given."""
-    if isinstance(out, Tensor) and out.is_nested:
-        return  # has no axes to speak of
-    rule = _RULES.get(function)
-    if rule is not None:
-        rule(tags, Step(function, args, kwargs, out))
-        return
+    known = fn.known_as(function)
+    rule = _BEGINNINGS.get(known)
+    if rule is None:
+        # By far the most calls end here: nothing is known of their arguments, and nothing is to be learnt.
+        if not tags.any_known(args) and not (kwargs and tags.any_known(kwargs.values())):
+            return
+        rule = _CONTINUATIONS.get(known, _other)
+    if not args and (name := next((name for name in ("input", "self") if name in kwargs), None)) is not None:
+        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+    step = Step(known, args, kwargs, out, function)
+    if torch._C._len_torch_dispatch_stack():
+        with unseen():
+            _apply(rule, tags, step)
+    else:  # the same without a context manager in Python
+        with torch._C.DisableTorchFunction():
+            _apply(rule, tags, step)
+
+
+def _apply(rule: Rule, tags: TagStore, step: Step) -> None:
+    if not (isinstance(step.out, Tensor) and step.out.is_nested):  # which has no axes to speak of
+        rule(tags, step)
+
+
+def _other(tags: TagStore, step: Step) -> None:
+    """Follow a function that no rule knows."""
+    out = step.out
     if not isinstance(out, Tensor):
+        return
+    if _is_plain(tags, step):
         return
     # What is made of weights alone (normalised, reparametrised) is a weight. A function in place returns a tensor
     # whose old tag no longer holds.
-    given = fn.tensors((*args, *kwargs.values()))
-    weights = bool(given) and all((tag := tags.get(tensor)) is not None and tag.kind == "weight" for tensor in given)
-    if weights and getattr(function, "__name__", "") not in _PROJECTIONS:
+    given = fn.tensors((*step.args, *step.kwargs.values()))
+    found = [tags.get(tensor) for tensor in given]
+    name = getattr(step.function, "__name__", "")
+    if found and all(tag is not None and tag.kind == "weight" for tag in found) and name not in _PROJECTIONS:
         tags.put(out, Tag("weight", fresh(out.shape)))
         return
-    scores = None if _makes_new(function) else next((t for t in given if _is_score(tags, t, out)), None)
+    # A function that takes nothing but the shape of its argument tells nothing about the entries.
+    same = (
+        [] if name.endswith("_like") else [tag for tag, t in zip(found, given, strict=True) if _continues(tag, t, out)]
+    )
+    scores = next((tag for tag in same if tag.kind != "activation"), None)
     if scores is not None:
-        tag = tags.get_or_new(scores)
-        tags.carry(tag, out, tag.layout, plain=False, assured=False)
+        tags.carry(scores, out, scores.layout, plain=False, assured=False)
+    elif same and name not in _PROJECTIONS:
+        tags.put(out, Tag("activation", same[0].layout))
     elif out in tags:
         tags.put(out, None)
+    if name.endswith("_") and not name.endswith("__"):
+        tags.written(out)
 
 
-def _is_score(tags: TagStore, tensor: Tensor, out: Tensor) -> bool:
-    tag = tags.get(tensor)
-    same = tensor.shape == out.shape and out.is_floating_point()
-    return same and tag is not None and tag.kind in ("scores", "unnormalised") and not tag.projection
+def _is_plain(tags: TagStore, step: Step) -> bool:
+    """Follow what is most frequent, a function of one activation and weights; tell whether it was that."""
+    first, *rest = step.args or (None,)
+    tag, out = tags.get(first), step.out
+    if tag is None or tag.kind != "activation" or out.shape != first.shape or out is first or step.kwargs:
+        return False
+    if any(isinstance(other, Tensor) and not tags.is_weight(other) for other in rest) or not out.is_floating_point():
+        return False
+    name = getattr(step.function, "__name__", "")
+    if name in _PROJECTIONS or name.endswith("_like"):
+        return False
+    tags.put(out, Tag("activation", tag.layout))
+    return True
 
 
-def _makes_new(function: fn.Function) -> bool:
-    """Tell whether a function takes nothing but the shape of its argument."""
-    return getattr(function, "__name__", "").endswith("_like")
+def _continues(tag: Tag | None, tensor: Tensor, out: Tensor) -> TypeGuard[Tag]:
+    """Tell whether a result may be what an argument was, entry by entry."""
+    if tag is None or tensor.shape != out.shape or not out.is_floating_point():
+        return False
+    return tag.kind == "activation" or (tag.kind in ("scores", "unnormalised") and not tag.projection)

@@ -1,14 +1,16 @@
-"""Rules for multiplication and addition: scales, gains, biases, softcaps."""
+"""Rules for multiplication and functions of one tensor: scales, gains, softcaps."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from attn_monitor.capture.layout import fresh
-from attn_monitor.capture.products import Scale
-from attn_monitor.capture.tags import Step, Tag, TagStore, kept
+from attn_monitor.capture.layout import Axis, fresh
+from attn_monitor.capture.products import Number, Scale
+from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept
 
 UNNORMALISED = (
     "its scores q.k weigh values without a softmax that can be seen (sigmoid, relu, or exp and sum by hand); "
@@ -18,116 +20,123 @@ UNNORMALISED = (
 
 def multiply(tags: TagStore, step: Step) -> None:
     """Follow a multiplication by a scale, a gain or a mask of zeros and ones."""
-    pair = (step.args[0], step.argument(1, "other"))
-    found = tags.operand(pair, step.out)
+    pair, out = (step.args[0], step.argument(1, "other")), step.out
+    if _is_outer(tags, pair, out):
+        tags.put(out, Tag("outer", fresh(out.shape), factors=(pair[0], pair[1])))
+        return
+    found = tags.operand(pair, out)
     if found is None:
         # Of two unknown tensors the one that is not broadcast is the activation, the other its scale.
-        index = next((i for i, x in enumerate(pair) if isinstance(x, Tensor) and x.shape == step.out.shape), None)
-        if index is None:
+        whole = [isinstance(x, Tensor) and x.shape == out.shape for x in pair]
+        if all(whole) or not any(whole):
             return
+        index = whole.index(True)
         found = index, tags.get_or_new(pair[index])
     index, tag = found
-    _scale(tags, tag, pair[index], pair[1 - index], step.out, invert=False)
+    after = scaled(tags, tag, pair[index], pair[1 - index], invert=False)
+    _put_scaled(tags, after, pair[index], out)
+
+
+def _is_outer(tags: TagStore, pair: tuple[Any, Any], out: Tensor) -> bool:
+    """Tell whether two activations were multiplied, each with all entries of the other: a product, once summed up."""
+    if out.dim() < 3 or not all(isinstance(x, Tensor) and x.shape != out.shape and x.dim() > 1 for x in pair):
+        return False
+    kinds = [tag.kind for x in pair if (tag := tags.get(x)) is not None and not tag.projection]
+    return not {"weight", "scores", "outer", "largest"} & set(kinds)
 
 
 def divide(tags: TagStore, step: Step) -> None:
     """Follow a division by a scale or a normaliser."""
     numerator, divisor = step.args[0], step.argument(1, "other")
     if isinstance(numerator, Tensor):
-        _scale(tags, tags.get_or_new(numerator), numerator, divisor, step.out, invert=True)
+        tag = tags.get_or_new(numerator)
+        after = scaled(tags, tag, numerator, divisor, invert=True)
+        _put_scaled(tags, after, numerator, step.out)
 
 
-def _scale(tags: TagStore, tag: Tag, source: Tensor, other: Any, out: Tensor, *, invert: bool) -> None:
+def _put_scaled(tags: TagStore, after: Tag, source: Tensor, out: Tensor) -> None:
+    if after.kind == "outer" and source.shape == out.shape and after.scale.known:
+        tags.put(out, after)
+    else:
+        tags.carry(after, out, kept(after, source, out))
+
+
+def scaled(tags: TagStore, tag: Tag, source: Tensor, other: Any, *, invert: bool) -> Tag:
+    """Return the tag after a multiplication with, or division by, `other`."""
     if tag.kind == "weight" and isinstance(other, Tensor):
         other_tag = tags.get(other)
         if other_tag is None or other_tag.kind != "weight":
             tag = Tag("activation", tag.layout)
-    scale, gain = _factor(other, source, tag, invert=invert)
-    plain = tag.plain and (scale is not None or tag.kind != "scores")
-    if scale is None and tag.kind == "activation" and gain is not None and gain.shape[-1:] != source.shape[-1:]:
-        scale = Scale()  # a normaliser per row undoes whatever multiplied the row before
-    changes = {"scale": scale or tag.scale, "plain": plain}
-    if tag.shift is not None:
-        known = not isinstance(other, Tensor) or other.numel() == 1
-        shift = (tag.shift / other if invert else tag.shift * other) if known else None
-        changes |= {"shift": shift, "sink": tag.sink if known else None}
-    tags.carry(tag, out, kept(tag, source, out), **changes)
+    if (single := number(other)) is not None:
+        return by_number(tag, single, invert=invert)
+    value = other.detach() if isinstance(other, Tensor) else None
+    changes: dict[str, Any] = {"masks": _lasting(tag.masks)}
+    axis = _axis_of(value, source, tag) if value is not None else None
+    if value is not None and axis is not None:
+        vector = 1.0 / value if invert else value
+        shift = None if tag.shift is None else tag.shift * vector
+        return tag._replace(scale=tag.scale.times(axis=axis, vector=vector.reshape(-1)), shift=shift, **changes)
+    if tag.shift is not None:  # rows were multiplied by what varies, which a softmax does notice
+        changes |= {"shift": None, "sink": None}
+    if tag.kind in ("scores", "outer") and not tag.projection:
+        scale = tag.scale
+        if value is None or tag.kind == "outer":
+            scale = scale._replace(known=False)
+        elif value.dtype is not torch.bool:
+            scale = scale._replace(doubt=scale.doubt * _if_mask(value, invert=invert))
+        return tag._replace(scale=scale, plain=False, **changes)
+    changes["plain"] = tag.plain and tag.kind != "scores"
+    if tag.kind == "activation" and value is not None and value.shape[-1:] != source.shape[-1:]:
+        changes["scale"] = Scale()  # a normaliser per row undoes whatever multiplied the row before
+    return tag._replace(**changes)
 
 
-def _factor(other: Any, source: Tensor, tag: Tag, *, invert: bool) -> tuple[Scale | None, Tensor | None]:
-    """Return the scale after multiplying with `other`, or `None` and the tensor that is no scale but a gain."""
-    if not isinstance(other, Tensor):
-        if invert and not other:
-            return None, None
-        return tag.scale.times(1.0 / other if invert else other), None
-    value = other.detach()
-    if value.numel() == 1:
-        value = value.reshape(())
-        return tag.scale.times(1.0 / value if invert else value), None
+def by_number(tag: Tag, factor: Number, *, invert: bool = False) -> Tag:
+    """Return the tag after a multiplication with one number: what was added before changes its unit, too."""
+    if invert and not isinstance(factor, Tensor) and not factor:
+        return tag._replace(scale=tag.scale._replace(known=False), plain=False)
+    factor = 1.0 / factor if invert else factor
+    masks = tag.masks
+    if any(mask.is_floating_point() for mask in masks):
+        added = [mask * factor for mask in masks if mask.is_floating_point()]
+        masks = (*_lasting(masks), *added)
+    shift = tag.shift * factor if tag.shift is not None else None
+    return tag._replace(scale=tag.scale.times(factor), masks=masks, shift=shift)
+
+
+def _lasting(masks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what masks block, whatever happens to what they add."""
+    return tuple(mask > BLOCKED if mask.is_floating_point() else mask for mask in masks)
+
+
+def number(value: Any) -> Number | None:
+    """Return a value that is one number, or a tensor that holds one."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 else None
+    return value if isinstance(value, (int, float)) else None
+
+
+def _axis_of(value: Tensor, source: Tensor, tag: Tag) -> Axis | None:
+    """Return the axis along which a tensor scales another, `None` if it is none of batch or heads."""
     wide = [i for i, size in enumerate(value.shape) if size != 1]
     dim = wide[0] - value.dim() + source.dim() if len(wide) == 1 else -1
-    if 0 <= dim < source.dim() - 1 and len(tag.layout[dim]) == 1 and tag.layout[dim][0].role is None:
-        vector = value.reshape(-1)
-        return tag.scale.times(axis=tag.layout[dim][0], vector=1.0 / vector if invert else vector), value
-    return None, value
+    if not 0 <= dim < source.dim() - 1 or len(tag.layout[dim]) != 1:
+        return None
+    (axis,) = tag.layout[dim]
+    return axis if axis.role is None and axis.size == value.shape[wide[0]] else None
+
+
+def _if_mask(value: Tensor, *, invert: bool) -> Tensor:
+    """Return 1 if a factor of scores is a mask of zeros and ones, nan if it is an unknown scale, without waiting."""
+    mask = value == 1 if invert else (value == 1) | (value == 0)
+    one = torch.ones((), device=value.device, dtype=torch.float32 if value.device.type == "mps" else torch.float64)
+    return torch.where(mask.all(), one, math.nan)
 
 
 def negate(tags: TagStore, step: Step) -> None:
     """Follow a change of sign: of scores a part of the scale, of half a query (rotary embedding) not."""
     if (tag := tags.get(step.args[0])) is not None:
-        scale = tag.scale.times(-1.0) if tag.kind == "scores" else tag.scale
-        tags.carry(tag, step.out, tag.layout, scale=scale or tag.scale)
-
-
-def add(tags: TagStore, step: Step) -> None:
-    """Follow an addition of a bias or a mask."""
-    _sum(tags, step, sign=1.0)
-
-
-def subtract(tags: TagStore, step: Step) -> None:
-    """Follow a subtraction of a bias or a mask."""
-    _sum(tags, step, sign=-1.0)
-
-
-def reverse_subtract(tags: TagStore, step: Step) -> None:
-    """Follow ``number - tensor``: a shift of what is negated."""
-    negate(tags, step)
-
-
-def _sum(tags: TagStore, step: Step, *, sign: float) -> None:
-    pair, out = (step.args[0], step.argument(1, "other")), step.out
-    found = tags.operand(pair, out)
-    if found is None:
-        return
-    index, tag = found
-    source, other = pair[index], pair[1 - index]
-    layout = kept(tag, source, out)
-    if tag.kind == "scores":
-        row = tags.get(other)
-        if row is not None and row.kind == "largest" and index == 0 and sign < 0 and source.shape == out.shape:
-            shift = other.detach() if tag.shift is None else tag.shift + other.detach()
-            tags.carry(tag, out, layout, shift=shift)
-            return
-        negated = index == 1 and sign < 0  # mask - scores
-        masks, plain = tag.masks if source.shape == out.shape else (), tag.plain
-        if isinstance(other, Tensor):
-            plain = False
-            if may_mask(tags, other) and step.kwargs.get("alpha", 1) == 1:
-                masks = (*masks, -other.detach() if sign < 0 and index == 0 else other.detach())
-        scale = (tag.scale.times(-1.0) if negated else None) or tag.scale
-        tags.carry(tag, out, layout, masks=masks, plain=plain, scale=scale)
-        return
-    other_tag = tags.get(other)
-    if tag.kind == "weight" and isinstance(other, Tensor) and (other_tag is None or other_tag.kind != "weight"):
-        tag = Tag("activation", tag.layout)
-    keep = not isinstance(other, Tensor) or (other_tag is not None and other_tag.scale.same(tag.scale))
-    tags.carry(tag, out, layout, scale=tag.scale if keep else Scale())
-
-
-def may_mask(tags: TagStore, tensor: Tensor) -> bool:
-    """Tell whether something added may hold a mask, alone or beside a learned bias: it is not made of scores itself."""
-    tag = tags.get(tensor)
-    return tensor.is_floating_point() and (tag is None or tag.kind != "scores")
+        tags.carry(by_number(tag, -1.0) if tag.kind == "scores" else tag, step.out, tag.layout)
 
 
 def largest(tags: TagStore, step: Step) -> None:
@@ -162,15 +171,34 @@ def tanh(tags: TagStore, step: Step) -> None:
     """Follow a softcap: divided by the cap before, multiplied after, so that the scale at small logits comes out."""
     tag = tags.get(step.args[0])
     if tag is not None and tag.kind == "scores":
-        tags.carry(tag, step.out, tag.layout, plain=False)
+        tags.carry(tag, step.out, tag.layout, plain=False, masks=_lasting(tag.masks))
     else:
-        tags.put(step.out, None)
+        other(tags, step)
+
+
+def other(tags: TagStore, step: Step) -> None:
+    """Follow an activation through a function of its entries: its axes stay, its scale is gone."""
+    tag, out = tags.get(step.args[0]), step.out
+    if tag is not None and tag.kind == "activation" and isinstance(out, Tensor) and out.shape == step.args[0].shape:
+        tags.put(out, Tag("activation", tag.layout))
+    else:
+        tags.put(out, None)
+
+
+def clamp(tags: TagStore, step: Step) -> None:
+    """Follow a clamp, which from 0 on is a relu."""
+    lowest = step.argument(1, "min")
+    tag = tags.get(step.args[0])
+    if isinstance(lowest, (int, float)) and lowest >= 0:
+        no_softmax(tags, step)
+    elif tag is not None:
+        tags.carry(tag, step.out, kept(tag, step.args[0], step.out))
 
 
 def no_softmax(tags: TagStore, step: Step) -> None:
     """Note scores that go through something else than a softmax, to report them if they go on to weigh values."""
-    tag = tags.get(step.args[0]) if step.args else None
+    tag = tags.get(step.args[0])
     if tag is not None and tag.kind in ("scores", "unnormalised") and not tag.projection:
         tags.put(step.out, tag._replace(kind="unnormalised"))
     else:
-        tags.put(step.out, None)
+        other(tags, step)

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import dimension, fresh, proxy
-from attn_monitor.capture.tags import Step, Tag, TagStore, kept
-
-BLOCKED = -9000.0
-"""Fill values and additive mask entries at or below this are masks."""
+from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept
 
 
 def masked_fill(tags: TagStore, step: Step) -> None:
@@ -46,9 +43,11 @@ def _fill(tags: TagStore, tag: Tag, source: Tensor, blocked: Tensor, value: Any,
     layout = kept(tag, source, out)
     if tag.kind != "scores" or source.shape != out.shape:
         tags.carry(tag, out, layout, masks=())
-    elif isinstance(value, Tensor):
-        # Whether the value is a mask's is decided with the numbers, without waiting for the device here.
-        mask = torch.where(blocked, value.detach().to(torch.float32), 0.0)
+    elif isinstance(value, Tensor) or value >= -BLOCKED:
+        # Whether the value is a mask's is decided with the numbers, without waiting for the device here; one that is
+        # large is if the scores are negated yet (softmin).
+        value = value.detach().to(torch.float32) if isinstance(value, Tensor) else value
+        mask = torch.where(blocked, value, 0.0)
         tags.carry(tag, out, layout, masks=(*tag.masks, mask), plain=False)
     elif value <= BLOCKED:
         tags.carry(tag, out, layout, masks=(*tag.masks, ~blocked))
@@ -61,6 +60,7 @@ def set_item(tags: TagStore, step: Step) -> None:
     target, index, value = step.args
     written = tags.get(value)
     if (tag := tags.get(target)) is None:
+        tags.written(target)
         if written is not None and written.kind == "scores" and not written.projection:
             _write(tags, written, value, target, index)
         return
@@ -68,8 +68,8 @@ def set_item(tags: TagStore, step: Step) -> None:
         blocked = _indexed(index, target.dim()) if not isinstance(value, Tensor) and value <= BLOCKED else None
         masks = tag.masks if blocked is None else (*tag.masks, ~blocked)
         tags.put(target, tag._replace(masks=masks, plain=tag.plain and blocked is not None))
-    elif tag.kind == "weight":
-        tags.put(target, None)
+    else:
+        tags.written(target)
 
 
 def _write(tags: TagStore, tag: Tag, value: Tensor, target: Tensor, index: Any) -> None:

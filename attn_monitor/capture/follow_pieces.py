@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_monitor.capture.follow_masks import BLOCKED
 from attn_monitor.capture.layout import Axis, Layout, extended
 from attn_monitor.capture.products import Scale
-from attn_monitor.capture.tags import SinkColumn, Step, Tag, TagStore
+from attn_monitor.capture.tags import BLOCKED, SinkColumn, Step, Tag, TagStore
 
 
 def concatenate(tags: TagStore, step: Step) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from attn_monitor.capture.follow_arithmetic import UNNORMALISED, may_mask
-from attn_monitor.capture.layout import Layout, fresh, settled, sizes
-from attn_monitor.capture.products import Dims, Scale, einsum_dims, matmul_dims, multiply
+from attn_monitor.capture import functions as fn
+from attn_monitor.capture.follow_arithmetic import UNNORMALISED
+from attn_monitor.capture.follow_sums import may_mask
+from attn_monitor.capture.layout import Axis, Layout, fresh, settled, sizes
+from attn_monitor.capture.products import (
+    Dims,
+    Number,
+    Scale,
+    einsum_dims,
+    inner_dims,
+    matmul_dims,
+    multiply,
+    tensordot_dims,
+)
 from attn_monitor.capture.tags import Step, Tag, TagStore
 
 
@@ -29,14 +41,66 @@ def _matmul(tags: TagStore, left: Tensor, right: Tensor, out: Tensor) -> None:
         tags.put(out, None)
 
 
+def linear(tags: TagStore, step: Step) -> None:
+    """Follow a projection, or a product of two activations spelled as one."""
+    source, weight, out = step.argument(0, "input"), step.argument(1, "weight"), step.out
+    if tags.is_weight(weight):
+        _project(tags, source, out)
+    elif weight.dim() == 2:
+        _product(tags, source, weight, inner_dims(source.dim(), 2), out)
+        _add_to_product(tags, step.argument(2, "bias"), 1, 1, out)
+        if (tag := tags.get(out)) is not None:
+            # A weight nobody declared, as one that was computed, is more likely than a key.
+            tags.put(out, tag._replace(assured=False))
+
+
+def convolution(tags: TagStore, step: Step) -> None:
+    """Follow a convolution: a projection, or over the heads of scores (talking heads)."""
+    tag = tags.get(step.args[0])
+    if tag is not None and tag.kind in ("scores", "probabilities") and not tag.projection:
+        _mixed(tags, tag, step.out)
+    else:
+        dim = step.out.dim() - (2 if step.function in fn.CONVOLUTION_1D else 3)
+        tags.put(step.out, Tag("activation", _with_channels(fresh(step.out.shape), dim, step.out.shape[dim])))
+
+
+def _project(tags: TagStore, source: Tensor, out: Tensor) -> None:
+    tag = tags.get(source)
+    if tag is not None and tag.kind == "scores" and not tag.projection and source.shape == out.shape:
+        tags.carry(tag, out, tag.layout, plain=False, assured=False)
+        return
+    known = tag is not None and tag.kind == "activation" and len(tag.layout) == out.dim()
+    layout = tag.layout if tag is not None and known else fresh(out.shape)
+    tags.put(out, Tag("activation", _with_channels(layout, out.dim() - 1, out.shape[-1])))
+
+
+def _with_channels(layout: Layout, dim: int, size: int) -> Layout:
+    return (*layout[:dim], (Axis(size, channels=True),), *layout[dim + 1 :])
+
+
 def baddbmm(tags: TagStore, step: Step) -> None:
     """Follow a batched product that a mask or bias is added to."""
-    added, out = step.argument(0, "input", "self"), step.out
-    beta, alpha = step.kwargs.get("beta", 1), step.kwargs.get("alpha", 1)
-    _product(tags, step.argument(1, "batch1"), step.argument(2, "batch2"), matmul_dims(3, 3), out)
-    if (tag := tags.get(out)) is not None and tag.kind == "scores":
-        masks = (added.detach(),) if beta == 1 and may_mask(tags, added) else ()
-        tags.put(out, tag._replace(scale=Scale(alpha), plain=beta == 0, masks=masks))
+    left, right, out = step.argument(1, "batch1"), step.argument(2, "batch2"), step.out
+    _product(tags, left, right, matmul_dims(3, 3), out)
+    _add_to_product(tags, step.args[0], step.kwargs.get("beta", 1), step.kwargs.get("alpha", 1), out)
+
+
+def addmm(tags: TagStore, step: Step) -> None:
+    """Follow a product, also one that is summed over the batch, that a mask or bias is added to."""
+    left, right, out = step.argument(1, "mat1", "batch1"), step.argument(2, "mat2", "batch2"), step.out
+    dims: Dims = matmul_dims(2, 2) if left.dim() == 2 else (("b", "m", "d"), ("b", "d", "n"), ("m", "n"))
+    _product(tags, left, right, dims, out)
+    _add_to_product(tags, step.args[0], step.kwargs.get("beta", 1), step.kwargs.get("alpha", 1), out)
+
+
+def _add_to_product(tags: TagStore, added: Tensor | None, beta: Number, alpha: Number, out: Tensor) -> None:
+    tag = tags.get(out)
+    if tag is None or tag.kind != "scores" or added is None:
+        return
+    masks: tuple[Tensor, ...] = ()
+    if may_mask(tags, added) and not tag.projection:
+        masks = (added.detach() if beta == 1 else added.detach() * beta,)
+    tags.put(out, tag._replace(scale=tag.scale.times(alpha), plain=False, masks=masks))
 
 
 def einsum(tags: TagStore, step: Step) -> None:
@@ -52,6 +116,60 @@ def einsum(tags: TagStore, step: Step) -> None:
     tags.put(step.out, None)
 
 
+def inner(tags: TagStore, step: Step) -> None:
+    """Follow a product over the last dimensions."""
+    left, right = step.args[0], step.argument(1, "other")
+    if left.dim() and right.dim():
+        _product(tags, left, right, inner_dims(left.dim(), right.dim()), step.out)
+
+
+def tensordot(tags: TagStore, step: Step) -> None:
+    """Follow a product over some dimensions."""
+    left, right, dims = step.argument(0, "a"), step.argument(1, "b"), step.argument(2, "dims", default=2)
+    if not isinstance(dims, Tensor):
+        _product(tags, left, right, tensordot_dims(left.dim(), right.dim(), dims), step.out)
+
+
+def vecdot(tags: TagStore, step: Step) -> None:
+    """Follow a product of vectors that are broadcast against each other."""
+    left, right, dim = step.argument(0, "x"), step.argument(1, "y"), step.argument(2, "dim", default=-1)
+    _broadcast(tags, left, right, dim, step.out)
+
+
+def total(tags: TagStore, step: Step) -> None:
+    """Follow the sum over a dimension of the entries of a product."""
+    tag, dim = tags.get(step.args[0]), step.argument(1, "dim", "axis")
+    if tag is None or tag.kind != "outer" or tag.factors is None or step.argument(2, "keepdim", "keepdims"):
+        return
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        (dim,) = dim
+    if isinstance(dim, int):
+        _broadcast(tags, *tag.factors, dim, step.out, tag.scale)
+
+
+def _broadcast(tags: TagStore, left: Tensor, right: Tensor, dim: int, out: Tensor, scale: Scale | None = None) -> None:
+    """Follow a product over one dimension of two tensors whose other dimensions are broadcast."""
+    full = torch.broadcast_shapes(left.shape, right.shape)
+    summed = dim % len(full)
+    named: list[tuple[str, ...]] = []
+    factors: list[tuple[Tensor, Tag | None]] = []
+    for tensor, other in ((left, right), (right, left)):
+        size, other_size = ([1] * (len(full) - t.dim()) + list(t.shape) for t in (tensor, other))
+        wide = [i for i in range(len(full)) if size[i] != 1 or other_size[i] == 1]
+        named.append(tuple(f"o{i}" for i in wide))
+        tag, start = tags.get(tensor), len(full) - tensor.dim()
+        if tag is not None:
+            tag = tag._replace(layout=tuple(tag.layout[i - start] if i >= start else () for i in wide))
+        factors.append((tensor.reshape([size[i] for i in wide]), tag))
+    if not all(f"o{summed}" in dims for dims in named):
+        return
+    names = tuple(f"o{i}" for i in range(len(full)) if i != summed)
+    (one, one_tag), (two, two_tag) = factors
+    _product(tags, one, two, (named[0], named[1], names), out, (one_tag, two_tag))
+    if scale is not None and (tag := tags.get(out)) is not None and tag.kind == "scores":
+        tags.put(out, tag._replace(scale=scale))
+
+
 def distance(tags: TagStore, step: Step) -> None:
     """Follow the distances of queries and keys: scores that are no products."""
     left, right = step.argument(0, "x1"), step.argument(1, "x2")
@@ -61,20 +179,18 @@ def distance(tags: TagStore, step: Step) -> None:
         tags.put(step.out, tag._replace(product=replace(tag.product, left=None, right=None), plain=False))
 
 
-def mix(tags: TagStore, step: Step) -> None:
-    """Follow a convolution over heads (talking heads)."""
-    tag = tags.get(step.args[0])
-    if tag is not None and tag.kind in ("scores", "probabilities") and not tag.projection:
-        _mixed(tags, tag, step.out)
-    else:
-        tags.put(step.out, None)
-
-
-def _product(tags: TagStore, left: Tensor, right: Tensor, dims: Dims, out: Tensor) -> None:
-    given = (tags.get(left), tags.get(right))
+def _product(
+    tags: TagStore,
+    left: Tensor,
+    right: Tensor,
+    dims: Dims,
+    out: Tensor,
+    given: tuple[Tag | None, Tag | None] | None = None,
+) -> None:
+    given = given or (tags.get(left), tags.get(right))
     weights = tuple(tag is not None and tag.kind == "weight" for tag in given)
     tags.put(out, None)
-    for tag, other_is_weight in zip(given, reversed(weights), strict=True):
+    for i, (tag, other_is_weight) in enumerate(zip(given, reversed(weights), strict=True)):
         if tag is None or tag.kind not in ("probabilities", "unnormalised", "scores") or tag.projection:
             continue
         if other_is_weight and not tag.assured:  # more likely the projection of an activation
@@ -85,10 +201,14 @@ def _product(tags: TagStore, left: Tensor, right: Tensor, dims: Dims, out: Tenso
         # Scores that weigh values as they are are no attention but a linear recurrence (Mamba 2, linear attention).
         if tag.kind == "unnormalised":
             tags.report(UNNORMALISED)
-        if tag.on_use is not None:
+        # Where each entry of a softmax has a value of its own, as experts have in a mixture, nothing is attended to.
+        rows = any(dim in dims[2] and dim not in dims[1 - i] for dim in dims[i])
+        if tag.on_use is not None and (rows or not tag.waits_for_rows):
             tag.on_use()
         if tag.kind != "scores":  # probabilities x value: here the attention ends
             return
+    if all(weights) and out.dim() == 2:  # of low rank, as adapters make them
+        tags.put(out, Tag("weight", fresh(out.shape)))
     if out.dim() < 2 or all(weights):
         return
     layouts = (_layout(left, given[0]), _layout(right, given[1]))

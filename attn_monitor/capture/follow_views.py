@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
-from attn_monitor.capture.layout import Axis, fresh, moved, proxy
+from attn_monitor.capture.layout import Axis, Layout, fresh, moved, proxy, resized, sizes
 from attn_monitor.capture.tags import Step, TagStore, kept
 
 
@@ -30,10 +30,13 @@ def reshape(tags: TagStore, step: Step) -> None:
 def view(tags: TagStore, step: Step) -> None:
     """Follow a function that moves or cuts axes, by running it on a proxy too."""
     source, rest = step.args[0], step.args[1:]
-    tag = tags.get_or_new(source)
+    if (tag := tags.get(source)) is None:
+        return
+    # What was changed in place has its new shape already; its axes tell the old one.
+    shape = sizes(tag.layout) if step.function in fn.VIEW_IN_PLACE else tuple(source.shape)
 
     def run(tensor: Tensor) -> list[Tensor]:
-        result = step.function(tensor, *rest, **step.kwargs)
+        result = step.call(tensor, *rest, **step.kwargs)
         return [result] if isinstance(result, Tensor) else list(result)
 
     shifts: Sequence[Tensor | None]
@@ -41,26 +44,34 @@ def view(tags: TagStore, step: Step) -> None:
     if step.function in fn.INDEXING and fn.tensors(fn.flat(rest)):
         layouts = [fresh(out.shape) for out in outs]
     else:
-        layouts = [moved(tag.layout, part) for part in run(proxy(source.shape))]
-    masks = [run(mask.expand(source.shape)) for mask in tag.masks]
-    shifts = run(tag.shift.expand(source.shape)) if tag.shift is not None else [None] * len(outs)
+        layouts = _moved_quickly(step, tag.layout, outs) or [moved(tag.layout, part) for part in run(proxy(shape))]
+    masks = [run(mask.expand(shape)) for mask in tag.masks]
+    shifts = run(tag.shift.expand(shape)) if tag.shift is not None else [None] * len(outs)
     for i, (out, layout) in enumerate(zip(outs, layouts, strict=True)):
         tags.carry(tag, out, layout, masks=tuple(parts[i] for parts in masks), shift=shifts[i])
 
 
-def rearrange(tags: TagStore, step: Step) -> None:
-    """Follow a function that takes entries in another order: the axes are the same, masks no longer fit."""
-    source, out = step.args[0], step.out
-    if (tag := tags.get(source)) is None:
-        return
-    if source.dim() != out.dim():
-        tags.put(out, None)
-        return
-    layout = tuple(
-        axes if size == kept_size else (Axis(size),)
-        for axes, kept_size, size in zip(tag.layout, source.shape, out.shape, strict=True)
-    )
-    tags.carry(tag, out, layout, masks=(), shift=None, sink=None, plain=tag.plain and tag.kind != "scores")
+def _moved_quickly(step: Step, layout: Layout, outs: list[Tensor]) -> list[Layout] | None:
+    """Return the layouts after the most frequent views without running them again; `None` for all others."""
+    function, given = step.function, step.args[1:]
+    if function in fn.CUT and all(out.dim() == len(layout) for out in outs):
+        return [resized(layout, out.shape) for out in outs]
+    if step.kwargs or not given:
+        return None
+    if function in fn.SLICE:
+        items = given[0] if isinstance(given[0], tuple) else given
+        return [resized(layout, outs[0].shape)] if all(type(item) is slice for item in items) else None
+    if function in fn.SWAP:
+        one, other = given
+        dims = list(layout)
+        dims[one], dims[other] = dims[other], dims[one]
+        return [tuple(dims)]
+    if function in fn.PERMUTE:
+        return [tuple(layout[dim] for dim in (given[0] if len(given) == 1 else given))]
+    if function in fn.UNSQUEEZE:
+        at = given[0] % (len(layout) + 1)
+        return [(*layout[:at], (), *layout[at:])]
+    return None
 
 
 def as_strided(tags: TagStore, step: Step) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -24,13 +25,21 @@ def _properties(*names: str) -> frozenset[Function]:
 
 SDPA: Function = F.scaled_dot_product_attention
 MULTI_HEAD: Function = F.multi_head_attention_forward
+OPENED: frozenset[Function] = frozenset({F.gumbel_softmax, F.softmin})
+"""Functions of torch in Python around a softmax, which is looked at inside of them."""
 SOFTMAX = _spellings("softmax", "_softmax")
 LOG_SOFTMAX = _spellings("log_softmax")
 
 MATMUL = _spellings("matmul", "bmm", "mm", "__matmul__")
 RIGHT_MATMUL = _spellings("__rmatmul__")
 BADDBMM = _spellings("baddbmm", "baddbmm_")
+ADDMM = _spellings("addmm", "addmm_", "addbmm", "addbmm_")
 EINSUM = _spellings("einsum")
+LINEAR = _spellings("linear")
+INNER = _spellings("inner")
+TENSORDOT = _spellings("tensordot")
+VECDOT: frozenset[Function] = frozenset({torch.linalg.vecdot})
+SUM = _spellings("sum")
 
 MULTIPLY = _spellings("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__")
 DIVIDE = _spellings(
@@ -39,11 +48,17 @@ DIVIDE = _spellings(
 ADD = _spellings("add", "add_", "__add__", "__radd__", "__iadd__")
 SUBTRACT = _spellings("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__")
 REVERSE_SUBTRACT = _spellings("__rsub__", "rsub")
+ADDCMUL = _spellings("addcmul", "addcmul_")
+ADDCDIV = _spellings("addcdiv", "addcdiv_")
+LERP = _spellings("lerp", "lerp_")
 NEGATE = _spellings("neg", "neg_", "negative", "negative_", "__neg__")
 
 MASKED_FILL = _spellings("masked_fill", "masked_fill_")
 WHERE = _spellings("where")
 SET_ITEM = _spellings("__setitem__")
+SCATTER = _spellings("scatter", "scatter_")
+INDEX_FILL = _spellings("index_fill", "index_fill_")
+CLAMP = _spellings("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_")
 TANH = _spellings("tanh", "tanh_")
 NO_SOFTMAX = LOG_SOFTMAX | _spellings(
     *("sigmoid", "sigmoid_", "exp", "exp_", "softplus", "relu", "relu_", "leaky_relu", "elu", "gelu", "silu"),
@@ -57,8 +72,10 @@ DISTANCE = _spellings("cdist")
 
 CONCATENATE = _spellings("cat", "concat", "concatenate")
 RESHAPE = _spellings("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
+VIEW_IN_PLACE = _spellings("unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_")
 VIEW = (
-    _spellings(
+    VIEW_IN_PLACE
+    | _spellings(
         *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"),
         *("unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "__getitem__", "select", "narrow"),
         *("unbind", "chunk", "split", "tensor_split", "split_with_sizes"),
@@ -66,7 +83,13 @@ VIEW = (
     | {Tensor.unfold}
     | _properties("T", "mT", "H", "mH")
 )
+SWAP = _spellings("transpose", "swapaxes", "swapdims")
+PERMUTE = _spellings("permute")
+UNSQUEEZE = _spellings("unsqueeze")
+CUT = _spellings("narrow", "chunk", "split", "tensor_split", "split_with_sizes")
+SLICE = _spellings("__getitem__")
 STACK = _spellings("stack")
+SELECT_LARGEST = _spellings("topk", "sort")
 REARRANGE = _spellings("roll", "flip", "index_select", "gather", "take_along_dim")
 """Functions that take entries of a tensor in another order."""
 PAD = _spellings("pad")
@@ -76,14 +99,41 @@ AS_STRIDED = _spellings("as_strided")
 INDEXING = _spellings("__getitem__", "select")
 SAME = _spellings(
     *("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "alias"),
-    *("cuda", "cpu", "nan_to_num", "nan_to_num_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max"),
-    *("maximum", "minimum", "dropout", "dropout_", "requires_grad_", "tril", "triu", "masked_scatter", "index_fill"),
+    *("cuda", "cpu", "nan_to_num", "nan_to_num_", "clamp_max", "clamp_max_"),
+    *("maximum", "minimum", "dropout", "dropout_", "requires_grad_", "tril", "triu", "masked_scatter"),
 )
 """Elementwise functions after which a tensor is still what it was."""
-MIXING = _spellings("conv2d")
-"""Functions that mix the heads of the scores (talking heads as a 1 x 1 convolution)."""
+CONVOLUTION_1D = _spellings("conv1d")
+CONVOLUTION = CONVOLUTION_1D | _spellings("conv2d")
+"""Functions that make channels of a weight, or mix the heads of the scores (talking heads as 1 x 1 convolution)."""
 
 BACKWARD = _spellings("backward") | {torch.autograd.backward, torch.autograd.grad}
+
+_ATEN = {
+    "_unsafe_view": "view",
+    "_reshape_alias": "view",
+    "_to_copy": "to",
+    "_log_softmax": "log_softmax",
+    "lift_fresh": "alias",
+    "slice": "narrow",
+    "index": "__getitem__",
+}
+"""Operators of torch that have no function of the same name."""
+_known_operators: dict[OpOverload | OpOverloadPacket, Function] = {}
+
+
+def known_as(function: Function) -> Function:
+    """Return the function of torch that an operator of `torch.ops.aten` is; any other function as it is."""
+    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+        return function
+    if (known := _known_operators.get(function)) is None:
+        full: str = function._schema.name if isinstance(function, OpOverload) else function._qualified_op_name
+        namespace, _, name = full.partition("::")
+        homes = (torch, Tensor, torch.nn.functional) if namespace == "aten" else ()
+        name = _ATEN.get(name, name)
+        known = next((found for home in homes if (found := getattr(home, name, None)) is not None), function)
+        _known_operators[function] = known
+    return known
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:

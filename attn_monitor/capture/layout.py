@@ -27,16 +27,18 @@ class Axis:
         parent: The axis it was split from.
         role: The side of a product whose free axis it is.
         cut: The axis whose outer (0) or inner (1) half it is: together the halves are that axis again.
+        channels: Whether it was made by a weight: a softmax over it is a router's or a classifier's.
     """
 
     size: int
     parent: Axis | None = None
     role: Role | None = None
     cut: tuple[Axis, int] | None = None
+    channels: bool = False
 
     def resized(self, size: int) -> Axis:
         """Return the axis that remains of this one after slicing or concatenation."""
-        return self if size == self.size else Axis(size, self.parent, self.role)
+        return self if size == self.size else Axis(size, self.parent, self.role, channels=self.channels)
 
 
 Layout: TypeAlias = tuple[tuple[Axis, ...], ...]
@@ -49,12 +51,15 @@ def fresh(shape: Sequence[int]) -> Layout:
 
 def sizes(layout: Layout) -> tuple[int, ...]:
     """Return the shape that a layout describes."""
-    return tuple(math.prod(axis.size for axis in dim) for dim in layout)
+    return tuple(dim[0].size if len(dim) == 1 else math.prod(axis.size for axis in dim) for dim in layout)
 
 
 def settled(layout: Layout) -> Layout:
     """Return the layout of a product that becomes the factor of another: what its axes were to the first is over."""
-    return tuple(tuple(axis if axis.role is None else Axis(axis.size, axis.parent) for axis in dim) for dim in layout)
+    return tuple(
+        tuple(axis if axis.role is None else Axis(axis.size, axis.parent, channels=axis.channels) for axis in dim)
+        for dim in layout
+    )
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
@@ -83,17 +88,20 @@ def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
     result: list[tuple[Axis, ...]] = []
     for size in shape:
         dim: list[Axis] = []
-        while (missing := size // max(math.prod(axis.size for axis in dim), 1)) > 1:
+        missing = size
+        while missing > 1:
             if not remaining:
                 return None
             axis = remaining.pop(0)
             if missing % axis.size == 0:
                 dim.append(axis)
+                missing //= axis.size
             elif axis.size % missing == 0:
                 # A second split of the same axis yields siblings of the first: they share the outermost parent.
                 parent = axis.parent or axis
-                dim.append(Axis(missing, parent, axis.role, (axis, 0)))
-                remaining.insert(0, Axis(axis.size // missing, parent, axis.role, (axis, 1)))
+                dim.append(Axis(missing, parent, axis.role, (axis, 0), axis.channels))
+                remaining.insert(0, Axis(axis.size // missing, parent, axis.role, (axis, 1), axis.channels))
+                missing = 1
             else:
                 return None
             _mend(dim)
@@ -107,6 +115,14 @@ def _mend(dim: list[Axis]) -> None:
         if outer[0] is not inner[0] or (outer[1], inner[1]) != (0, 1):
             return
         dim[-2:] = [outer[0]]
+
+
+def resized(layout: Layout, shape: Sequence[int]) -> Layout:
+    """Return the layout after dimensions got shorter or longer, none of them moved."""
+    return tuple(
+        axes if now == size else (axes[0].resized(size) if len(axes) == 1 else Axis(size),)
+        for axes, now, size in zip(layout, sizes(layout), shape, strict=True)
+    )
 
 
 def extended(layout: Layout, dim: int, length: int) -> Layout:

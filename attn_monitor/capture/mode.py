@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.adapters import from_sdpa
@@ -21,7 +21,7 @@ from attn_monitor.capture.kernels.nested import from_nested, is_nested
 from attn_monitor.capture.kernels.registry import OPERATORS, Adapter, operator_adapter, read_kernel
 from attn_monitor.capture.layout import fresh
 from attn_monitor.capture.observe import shown
-from attn_monitor.capture.ownership import in_backward
+from attn_monitor.capture.ownership import WatchingMode, in_backward
 from attn_monitor.capture.sighting import Sighting, Sink, UnmeasurableError
 from attn_monitor.capture.softmax import from_softmax
 from attn_monitor.capture.tags import Tag, TagStore
@@ -31,8 +31,8 @@ UNKNOWN_ORIGIN = (
     "a softmax weighs values here, and where its logits come from was not seen (a function compiled by torch.jit, a "
     "kernel, scores that are no product); call observe_logits on them"
 )
-
-
+NOISE = "the noise of gumbel_softmax is part of the logits"
+TRACED = "torch.jit.trace records this forward, and what the monitor would do in it"
 REPLACED = (
     "F.multi_head_attention_forward has been replaced by a function that is not torch's own, and what it does inside "
     "is not seen; call observe_attention in it"
@@ -40,13 +40,14 @@ REPLACED = (
 
 
 def _without_override_check(original: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return multi_head_attention_forward in a form whose inner calls a mode can see; `None` if it is not torch's own.
+    """Return a function of torch in a form whose inner calls a mode can see; `None` if it is not torch's own.
 
     The original hands itself to the active mode as a whole and runs with the mode switched off.
     """
     if not isinstance(original, types.FunctionType) or original.__module__ != F.__name__:
         return None
-    scope = {**original.__globals__, "has_torch_function": lambda *_: False}
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**original.__globals__, **dict.fromkeys(checks, lambda *_: False)}
     function = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
     )
@@ -54,20 +55,26 @@ def _without_override_check(original: Callable[..., Any]) -> Callable[..., Any] 
     return function
 
 
-class _Muted(threading.local):
-    """Whether this thread is inside a kernel that is reported as a whole."""
+class _Here(threading.local):
+    """What a thread is in.
 
-    now = False
+    Attributes:
+        muted: A kernel that is reported as a whole.
+        note: What to know about every attention seen now.
+    """
+
+    muted = False
+    note = ""
 
 
-class CaptureMode(TorchFunctionMode):
+class CaptureMode(WatchingMode):
     """Reports every attention call to a sink. The model's own results pass through untouched."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__()
         self._sink = sink
         self.tags = TagStore(sink.unmeasured)
-        self._muted = _Muted()
+        self._here = _Here()
         self._reports = 0
         self._blind: set[Any] = set()
 
@@ -76,19 +83,17 @@ class CaptureMode(TorchFunctionMode):
     ) -> Any:
         """Run a torch function, and look at it."""
         kwargs = kwargs or {}
-        if self._muted.now:
+        if self._here.muted:
             return func(*args, **kwargs)
-        if func is fn.MULTI_HEAD or func is F.multi_head_attention_forward:
-            function = _without_override_check(func)
-            if function is None:
-                self._sink.unmeasured(REPLACED)
-                return func(*args, **kwargs)
-            with self:
-                return function(*args, **kwargs)
-        if func is fn.SDPA:
+        if torch._C._is_tracing():
+            return self._traced(func, args, kwargs)
+        if func is fn.MULTI_HEAD or func is F.multi_head_attention_forward or func in fn.OPENED:
+            return self._opened(func, args, kwargs)
+        known = fn.known_as(func)
+        if known is fn.SDPA:
             read = from_nested if is_nested(args, kwargs) else partial(from_sdpa, self.tags)
             return self._watched(func, args, kwargs, self._guard(read, args, kwargs))
-        if func in fn.SOFTMAX:
+        if known in fn.SOFTMAX:
             return self._softmax(func, args, kwargs)
         if isinstance(func, OPERATORS) and (adapter := operator_adapter(func)) is not None:
             return self.kernel(adapter, func, func, *args, **kwargs)
@@ -97,22 +102,49 @@ class CaptureMode(TorchFunctionMode):
             self._follow(func, args, kwargs, out)
         return out
 
+    def _opened(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of torch that is written in Python, and look at what is inside."""
+        function = _without_override_check(func)
+        if function is None:
+            self._sink.unmeasured(REPLACED)
+            return func(*args, **kwargs)
+        self._here.note = NOISE if func is F.gumbel_softmax else ""
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self._here.note = ""
+
+    def starts(self, tensors: Iterable[Tensor]) -> None:
+        """Take note of the tensors a module has that starts to run."""
+        self._guard(self.tags.weigh, tensors)
+
+    def _traced(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that is being recorded: whatever we do beside it would be recorded, too."""
+        softmax = func in fn.SOFTMAX and fn.argument(args, kwargs, 0, "input", "self").dim() > 2
+        if softmax or func is fn.SDPA or func is fn.MULTI_HEAD:
+            self._sink.lost(UnmeasurableError(TRACED))
+        return func(*args, **kwargs)
+
     def _follow(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         try:
-            with unseen():
-                follow(self.tags, func, args, kwargs, out)
+            follow(self.tags, func, args, kwargs, out)
         except Exception as error:
             # The trail ends here. That matters only where it was the scores'.
-            if any((tag := self.tags.get(t)) is not None and tag.kind == "scores" for t in fn.tensors(args)):
+            given = fn.tensors((*args, *kwargs.values()))
+            if any((tag := self.tags.get(t)) is not None and tag.kind == "scores" for t in given):
                 self._sink.lost(error)
 
     def _softmax(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._guard(from_softmax, self.tags, args, kwargs)
         if found is None:
             out = func(*args, **kwargs)
-            self._guard(self._unknown, fn.argument(args, kwargs, 0, "input", "self"), out)
+            logits, dim = fn.argument(args, kwargs, 0, "input", "self"), fn.argument(args, kwargs, 1, "dim")
+            self._guard(self._unknown, logits, dim, out)
             return out
         sighting, tag = found
+        if self._here.note:
+            sighting = replace(sighting, note="; ".join(filter(None, (sighting.note, self._here.note))))
         if len(tag.layout) > 2 and tag.assured:
             out = self._watched(func, args, kwargs, sighting)
             self._guard(self.tags.put, out, Tag("probabilities", tag.layout))
@@ -133,16 +165,23 @@ class CaptureMode(TorchFunctionMode):
         self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use))
         return out
 
-    def _unknown(self, logits: Tensor, out: Tensor) -> None:
-        """Prepare to report that a softmax of unknown origin weighs values; routers have fewer dimensions."""
+    def _unknown(self, logits: Tensor, dim: int | None, out: Tensor) -> None:
+        """Prepare to report that a softmax of unknown origin weighs values.
+
+        In three dimensions it may be a router, whose logits a weight makes, or whose entries each have a value.
+        """
         tag = self.tags.get(logits)
-        if logits.dim() >= 4 and (tag is None or tag.kind == "activation"):
+        if logits.dim() < 3 or not (tag is None or tag.kind == "activation"):
+            return
+        three = logits.dim() == 3
+        if three and tag is not None and any(axis.channels for axis in tag.layout[0 if dim is None else dim]):
+            return
 
-            def use() -> None:
-                self._reports += 1
-                self._sink.unmeasured(UNKNOWN_ORIGIN)
+        def use() -> None:
+            self._reports += 1
+            self._sink.unmeasured(UNKNOWN_ORIGIN)
 
-            self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use))
+        self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use, waits_for_rows=three))
 
     def _watched(
         self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], sighting: Sighting | None
@@ -167,16 +206,16 @@ class CaptureMode(TorchFunctionMode):
     @property
     def muted(self) -> bool:
         """Whether this thread is inside a kernel that is reported as a whole."""
-        return self._muted.now
+        return self._here.muted
 
     def kernel(self, adapter: Adapter, call: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a kernel and report it as a whole, whatever it is made of."""
         sighting = self._guard(read_kernel, adapter, function, args, kwargs)
-        self._muted.now = sighting is not None
+        self._here.muted = sighting is not None
         try:
             return self._watched(call, args, kwargs, sighting)
         finally:
-            self._muted.now = False
+            self._here.muted = False
 
     def unseen_kernel(
         self, adapter: Adapter, call: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any

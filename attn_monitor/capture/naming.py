@@ -1,12 +1,11 @@
-"""Module names as the user knows them, the choice of modules, and the call sites inside a module."""
+"""Module names as the user knows them, and the call sites inside a module."""
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TypeAlias
 
@@ -18,7 +17,8 @@ Selection: TypeAlias = "Selector | Sequence[Selector] | None"
 CallSite: TypeAlias = tuple[tuple[str, int], ...]
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_DATA_PARALLEL = re.compile(r"data_?parallel|ddp", re.IGNORECASE)
+_DATA_PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+"""Classes whose only child is called `module`, torch's own and those of the same name elsewhere."""
 _HELPER = re.compile(r"softmax|softmin|dropout|identity", re.IGNORECASE)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -57,9 +57,7 @@ def _without_wrappers(raw: str, modules: dict[str, nn.Module]) -> str:
         kind = type(parent).__name__
         if part in _WRAPPER_PARTS or part == "base_layer":
             continue
-        if part == "module" and (
-            isinstance(parent, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or _DATA_PARALLEL.search(kind)
-        ):
+        if part == "module" and any(base.__name__ in _DATA_PARALLEL for base in type(parent).__mro__):
             continue
         if part == "base_model" and kind.startswith("Peft"):
             peft = True
@@ -70,63 +68,6 @@ def _without_wrappers(raw: str, modules: dict[str, nn.Module]) -> str:
         peft = False
         kept.append(part)
     return ".".join(kept)
-
-
-def check_selection(modules: Selection) -> None:
-    """Raise where `modules` is not something that can select.
-
-    Raises:
-        TypeError: If it is neither a name, a glob, a module type, a predicate, nor a list of these.
-        ValueError: If it is an empty list.
-    """
-    for selector in _selectors(modules):
-        if isinstance(selector, type) and not issubclass(selector, nn.Module):
-            raise TypeError(f"`modules` got the type {selector.__name__}, which is not a torch.nn.Module.")
-        if not isinstance(selector, str) and not callable(selector):
-            raise TypeError(
-                "`modules` expects a module name or glob, a module type, a predicate (name, module) -> bool, or a list "
-                f"of these, got {selector!r} of type {type(selector).__name__}."
-            )
-        if isinstance(selector, nn.Module):
-            raise TypeError("`modules` got a module itself. Pass its name, its type or a predicate.")
-
-
-def _selectors(modules: Selection) -> list[Selector]:
-    if modules is None:
-        return []
-    if isinstance(modules, str) or not isinstance(modules, Iterable):
-        return [modules]
-    if not (selectors := list(modules)):
-        raise ValueError("`modules` is an empty list and selects nothing. Pass None to discover all attention.")
-    return selectors
-
-
-def select_modules(modules: Selection, names: dict[nn.Module, str]) -> frozenset[str] | None:
-    """Return the names of the modules that match, `None` for no restriction.
-
-    Raises:
-        ValueError: If nothing matches; the message lists the module names.
-    """
-    selectors = _selectors(modules)
-    if not selectors:
-        return None
-    matching = {name for module, name in names.items() if any(_matches(s, name, module) for s in selectors)}
-    if not matching:
-        listed = [name for name in names.values() if name]
-        shown = ", ".join(listed[:60]) + (f", ... ({len(listed)} in all)" if len(listed) > 60 else "")
-        raise ValueError(
-            f"modules={modules!r} matches no module. Expected a name, a glob, a module type or a predicate that fits "
-            f"at least one of: {shown or '(the model has no submodules)'}."
-        )
-    return frozenset(matching)
-
-
-def _matches(selector: Selector, name: str, module: nn.Module) -> bool:
-    if isinstance(selector, str):
-        return name == selector or fnmatch.fnmatchcase(name, selector)
-    if isinstance(selector, type):
-        return isinstance(module, selector)
-    return bool(selector(name, module))
 
 
 def is_selected(name: str, selected: frozenset[str] | None) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +17,13 @@ from torch.utils.hooks import RemovableHandle
 def in_backward() -> bool:
     """Tell whether this thread is executing a backward pass: a forward seen now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class WatchingMode(TorchFunctionMode):
+    """A function mode that is told which tensors the running modules have."""
+
+    def starts(self, tensors: Iterable[Tensor]) -> None:
+        """Take note of the tensors a module has that starts to run."""
 
 
 class _Running(threading.local):
@@ -128,6 +135,37 @@ def left_alone(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _parts(root: nn.Module, hooked: Collection[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return, for each hooked module, itself and what is inside it and not hooked, as far as it may have tensors."""
+    parts: dict[nn.Module, list[nn.Module]] = {module: [] for module in hooked}
+    seen: set[nn.Module] = set()
+
+    def collect(module: nn.Module, outer: nn.Module) -> None:
+        if module in seen or isinstance(module, torch.jit.ScriptModule):
+            return
+        seen.add(module)
+        outer = module if module in parts else outer
+        if module._parameters or module._buffers:
+            parts[outer].append(module)
+        for child in module.children():
+            collect(child, outer)
+
+    collect(root, root)
+    return parts
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return what a module has for weights and is no parameter: buffers, and what takes a parameter's place.
+
+    `torch.func.functional_call` puts plain tensors where the parameters were, and sharded modules of torch keep views.
+    """
+    found = [tensor for tensor in module._buffers.values() if tensor is not None]
+    own = vars(module)
+    plain = (*module._parameters.values(), own.get("weight"), own.get("bias"))
+    # Asked by type: to ask whether something is a parameter is slow, and this is asked for every parameter there is.
+    return found + [tensor for tensor in plain if type(tensor) is Tensor]
+
+
 class ModuleTracker:
     """Knows the running modules, and enters the mode with the outermost one.
 
@@ -136,12 +174,14 @@ class ModuleTracker:
         on_start: Called when an outermost module starts outside the backward pass.
     """
 
-    def __init__(self, mode: TorchFunctionMode, on_start: Callable[[], None]) -> None:
-        self._mode = mode
+    def __init__(self, mode: WatchingMode, on_start: Callable[[], None]) -> None:
+        self._mode: TorchFunctionMode = mode
+        self._starts = mode.starts
         self._on_start = on_start
         self._running = _Running()
         self._handles: list[RemovableHandle] = []
         self._entry_points: list[_EntryPoint] = []
+        self._parts: dict[nn.Module, list[nn.Module]] = {}
         self.called: set[nn.Module] = set()
         self.refused: dict[nn.Module, str] = {}
 
@@ -154,6 +194,7 @@ class ModuleTracker:
             self.refused[module] = LEFT_ALONE
             self._entry_points.append(_Aside(self, module, "forward"))
         modules = [module for module in modules if module not in untouched]
+        self._parts = _parts(root, {root, *modules})
         enter, leave = _Hook(self._enter_called), _Hook(self.leave)
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
@@ -174,6 +215,7 @@ class ModuleTracker:
         for entry_point in self._entry_points:
             entry_point.remove()
         self._entry_points.clear()
+        self._parts.clear()
         self._running.frames.clear()
         self._leave_mode()
         self.called.clear()
@@ -211,6 +253,8 @@ class ModuleTracker:
         if brings_mode:
             self._mode.__enter__()
         self._running.frames.append((module, brings_mode))
+        if tensors := [tensor for part in self._parts.get(module, ()) for tensor in _tensors(part)]:
+            self._starts(tensors)
 
     def leave(self, module: nn.Module) -> None:
         """Note that a module ended, and with it whatever inside it was interrupted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -16,35 +16,64 @@ Dims: TypeAlias = "tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]"
 """A letter per dimension of the left factor, the right factor and the product."""
 
 
+_SURE = 1.0
+
+
 class Scale(NamedTuple):
-    """What a tensor has been multiplied with: a number or 0-dim tensor, and possibly a value per slice of an axis."""
+    """What a tensor has been multiplied with.
+
+    Attributes:
+        number: A number or 0-dim tensor.
+        axis: The axis along which there is a value per slice.
+        vector: These values.
+        known: False where it was multiplied with more than that.
+        doubt: nan where it was, 1 where it wasn't, if only the numbers tell.
+    """
 
     number: Number = 1.0
     axis: Axis | None = None
     vector: Tensor | None = None
+    known: bool = True
+    doubt: Number = _SURE
 
-    def times(self, number: Number = 1.0, axis: Axis | None = None, vector: Tensor | None = None) -> Scale | None:
-        """Return the scale after another multiplication, `None` if it can't be told."""
+    def times(self, number: Number = 1.0, axis: Axis | None = None, vector: Tensor | None = None) -> Scale:
+        """Return the scale after another multiplication."""
         if axis is None:
-            return Scale(self.number * number, self.axis, self.vector)
+            return self._replace(number=self.number * number)
         if self.axis is None:
-            return Scale(self.number * number, axis, vector)
+            return self._replace(number=self.number * number, axis=axis, vector=vector)
         if self.axis is not axis or self.vector is None or vector is None:
-            return None
-        return Scale(self.number * number, axis, self.vector * vector)
+            return self._replace(known=False)
+        return self._replace(number=self.number * number, vector=self.vector * vector)
 
     def same(self, other: Scale) -> bool:
         """Tell whether both are known to be equal, without looking into a tensor."""
         numbers = self.number is other.number or (
             not isinstance(self.number, Tensor) and not isinstance(other.number, Tensor) and self.number == other.number
         )
-        return numbers and self.vector is other.vector
+        sure = self.known and other.known and self.doubt is other.doubt
+        return numbers and sure and self.vector is other.vector
 
-    def per_head(self, heads: Sequence[Axis]) -> Number:
-        """Return a number or one value per head; a vector along another axis belongs to the tensor itself."""
-        if self.vector is not None and len(heads) == 1 and heads[0] is self.axis:
-            return self.number * self.vector
-        return self.number
+    def of_factor(self, heads: Sequence[Axis]) -> Number:
+        """Return a number or one value per head; whatever else it was multiplied with belongs to the factor itself."""
+        vector = self._spread(heads)
+        return self.number if vector is None else self.number * vector
+
+    def of_scores(self, heads: Sequence[Axis]) -> Number | None:
+        """Return a number or one value per head, `None` where it is not the same within a head."""
+        vector = self._spread(heads)
+        if not self.known or (vector is None and self.vector is not None):
+            return None
+        number = self.number if self.doubt is _SURE else self.number * self.doubt
+        return number if vector is None else number * vector
+
+    def _spread(self, heads: Sequence[Axis]) -> Tensor | None:
+        """Return the vector with one value per head, where heads may be several axes."""
+        position = next((i for i, head in enumerate(heads) if head is self.axis), None)
+        if position is None or self.vector is None:
+            return None
+        shape = [-1 if i == position else 1 for i in range(len(heads))]
+        return self.vector.reshape(shape).expand([head.size for head in heads]).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +136,22 @@ def einsum_dims(equation: str, left: int, right: int) -> Dims | None:
     return named[0], named[1], out
 
 
+def inner_dims(left: int, right: int) -> Dims:
+    """Name the dimensions of a product over the last dimensions, all others side by side."""
+    return tensordot_dims(left, right, ([left - 1], [right - 1]))
+
+
+def tensordot_dims(left: int, right: int, dims: Any) -> Dims:
+    """Name the dimensions of a tensordot: over so many dimensions, or over those that are listed for each factor."""
+    pairs = (range(left - dims, left), range(dims)) if isinstance(dims, int) else dims
+    one, other = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
+    met = {dim % left: f"c{i}" for i, dim in enumerate(one)}
+    left_dims = tuple(met.get(i, f"l{i}") for i in range(left))
+    met = {dim % right: f"c{i}" for i, dim in enumerate(other)}
+    right_dims = tuple(met.get(i, f"r{i}") for i in range(right))
+    return left_dims, right_dims, tuple(dim for dim in (*left_dims, *right_dims) if dim[0] != "c")
+
+
 def multiply(
     left: Tensor,
     right: Tensor,
@@ -161,11 +206,22 @@ def multiply(
         shared=shared,
         heads=heads,
         heads_known=known,
-        scales=scales,
+        scales=(_along(scales[0], left_axes, shared), _along(scales[1], right_axes, shared)),
         weights=weights,
         depth=math.prod(left_sizes[dim] for dim in contracted),
     )
     return product, tuple(layout)
+
+
+def _along(scale: Scale, own: dict[str, tuple[Axis, ...]], shared: dict[str, tuple[Axis, ...]]) -> Scale:
+    """Return the scale of a factor along the axis of the product that its own axis has become."""
+    if scale.axis is None:
+        return scale
+    for dim, axes in own.items():
+        for mine, common in zip(axes, shared.get(dim, ()), strict=False):
+            if mine is scale.axis and mine.size == common.size and len(axes) == len(shared[dim]):
+                return scale._replace(axis=common)
+    return scale
 
 
 def _shared_axes(left: tuple[Axis, ...], right: tuple[Axis, ...], parents: set[int]) -> tuple[Axis, ...]:
@@ -195,6 +251,5 @@ def _guess_heads(shared: list[tuple[Axis, ...]], right_sizes: list[int]) -> tupl
         # Grouped queries against a broadcast key head: the heads are (key head, group).
         grouped = len(shared) >= 3 and right_sizes[-1] == 1
         return tuple(axis for axes in shared[-2 if grouped else -1 :] for axis in axes), True
-    if len(shared) == 1 and len(shared[0]) >= 2:
-        return shared[0][-1:], True
+    # Of what is folded into one dimension nothing tells heads from frames or windows.
     return (), False

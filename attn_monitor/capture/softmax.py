@@ -18,6 +18,11 @@ from attn_monitor.capture.sighting import Sighting
 from attn_monitor.capture.tags import SinkColumn, Tag, TagStore
 from attn_monitor.records import AttentionCall
 
+UNKNOWN_SCALE = (
+    "its scores are multiplied by a factor that is not the same within a head (one per sample, say), so the scale, and "
+    "what follows from it, are not known"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Arrangement:
@@ -84,29 +89,43 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     keys = _keys_only(dim, sink)
     arrangement, swapped = _arrange(keys(given), tag, product, dim)
     query, key = _factors(product, arrangement, swapped=swapped)
-    scales = [scale.per_head(product.heads) for scale in product.scales]
+    heads = [axis for i in arrangement.groups[1] if (axis := arrangement.axes[i]) is not None]
+    scales = [scale.of_factor(heads) for scale in product.scales]
+    scale = tag.scale.of_scores(heads)
     call = AttentionCall(
         query=query,
         key=key,
         logits=arrangement(keys(given)),
-        masks=tuple(arrangement(keys(mask.detach(), given.dim())) for mask in tag.masks),
+        masks=_with_sum([arrangement(keys(mask.detach(), given.dim())) for mask in tag.masks]),
         sinks=_sink_per_head(given, dim, sink, arrangement) if sink is not None else None,
-        scale=tag.scale.per_head(product.heads),
+        scale=scale,
         query_scale=scales[1 if swapped else 0],
         key_scale=scales[0 if swapped else 1],
         plain=tag.plain,
         head_dim=product.depth,
     )
-    note = "" if product.heads_known or logits.dim() != 3 else POOLED_HEADS
+    notes = [POOLED_HEADS] if logits.dim() == 3 and not product.heads_known else []
+    notes += [UNKNOWN_SCALE] if scale is None else []
     differentiable = torch.is_grad_enabled() and logits.requires_grad
 
     def canonical(tensor: Tensor) -> Tensor:
         return arrangement(keys(tensor))
 
     sighting = Sighting(
-        call=call, logits=logits, canonical=canonical, differentiable=differentiable, note=note, path="softmax"
+        call=call,
+        logits=logits,
+        canonical=canonical,
+        differentiable=differentiable,
+        note="; ".join(notes),
+        path="softmax",
     )
     return sighting, tag
+
+
+def _with_sum(masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the masks and, where several were added one after the other, their sum: together they may block."""
+    added = [mask for mask in masks if mask.is_floating_point()]
+    return (*masks, sum(added[1:], start=added[0])) if len(added) > 1 else tuple(masks)
 
 
 def _keys_only(dim: int, sink: SinkColumn | None) -> Callable[..., Tensor]:
@@ -205,6 +224,7 @@ def _canonical_factor(
     head = [names.index(name) for name in wanted if name in is_head]
     free = [i for i, name in enumerate(names) if isinstance(name, str) and name in product.out_dims]
     depth = [i for i, name in enumerate(names) if isinstance(name, str) and name not in product.out_dims]
+    depth.sort(key=lambda i: product.left_dims.index(str(names[i])))  # alike in both factors
     rest = [i for i in range(tensor.dim()) if i not in (*batch, *head, *free, *depth)]
     order = [*rest, *batch, *head, *free, *depth]
     shape = [math.prod(tensor.shape[i] for i in group) for group in ([*rest, *batch], head, free, depth)]

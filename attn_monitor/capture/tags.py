@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import Axis, Layout, fresh, reshaped
 from attn_monitor.capture.products import Product, Scale
 
-Kind: TypeAlias = Literal["activation", "weight", "scores", "largest", "probabilities", "unnormalised"]
+BLOCKED = -9000.0
+"""Fill values and additive mask entries at or below this are masks."""
+
+Kind: TypeAlias = Literal["activation", "weight", "outer", "scores", "largest", "probabilities", "unnormalised"]
 _PRECEDENCE: dict[Kind, int] = {
     "scores": 0,
     "probabilities": 0,
     "unnormalised": 0,
     "activation": 1,
+    "outer": 1,
     "largest": 1,
     "weight": 2,
 }
 
 
 class Step(NamedTuple):
-    """One call of a torch function that has run."""
+    """One call of a torch function that has run.
+
+    Attributes:
+        function: The function it is known as.
+        args: Its arguments.
+        kwargs: Those given by name.
+        out: What it returned.
+        call: The function as it was called, an operator perhaps.
+    """
 
     function: fn.Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
+    call: fn.Function
 
     def argument(self, position: int, *names: str, default: Any = None) -> Any:
         """Return an argument given by position or by any of its names."""
@@ -54,8 +67,8 @@ class Tag(NamedTuple):
     """What is known about a tensor.
 
     Attributes:
-        kind: An activation, a weight, the scores of a product, the largest scores of rows, attention probabilities, or
-            scores that went through something else than a softmax.
+        kind: An activation, a weight, the entries of a product before they are summed up, the scores of a product, the
+            largest scores of rows, attention probabilities, or scores that went through something else than a softmax.
         layout: Its axes.
         scale: What it has been multiplied with; for scores since the product.
         product: Of scores: where they come from.
@@ -65,6 +78,8 @@ class Tag(NamedTuple):
         sink: Of scores: the column among them that is none.
         shift: Of scores: what was subtracted from whole rows, which a softmax does not notice.
         on_use: Of probabilities: called once they meet a value.
+        waits_for_rows: Of probabilities: they are known for an attention's only where each row weighs all values.
+        factors: Of the entries of a product: what was multiplied.
     """
 
     kind: Kind
@@ -77,6 +92,8 @@ class Tag(NamedTuple):
     sink: SinkColumn | None = None
     shift: Tensor | None = None
     on_use: Callable[[], None] | None = None
+    waits_for_rows: bool = False
+    factors: tuple[Tensor, Tensor] | None = None
 
     @property
     def projection(self) -> bool:
@@ -93,10 +110,18 @@ class TagStore:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.report = report
-        self._tags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # By identity, and without the wrappers of WeakTensorKeyDictionary: this is asked for every tensor there is.
+        self._tags: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
+        tags = self._tags
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            assert isinstance(reference, weakref.KeyedRef)
+            tags.pop(reference.key, None)
+
+        self._forget = forget
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor in self._tags
+        return id(tensor) in self._tags
 
     def clear(self) -> None:
         """Forget every tensor."""
@@ -104,12 +129,32 @@ class TagStore:
 
     def get(self, tensor: object) -> Tag | None:
         """Return the tag of a tensor; a parameter is a weight without one."""
-        if not isinstance(tensor, Tensor):
-            return None
-        tag: Tag | None = self._tags.get(tensor)
-        if tag is None and isinstance(tensor, nn.Parameter):
+        if (entry := self._tags.get(id(tensor))) is not None:
+            return entry[1]
+        if isinstance(tensor, Tensor) and _is_parameter(tensor):
             return Tag("weight", fresh(tensor.shape))
-        return tag
+        return None
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a weight."""
+        entry = self._tags.get(id(tensor))
+        return entry[1].kind == "weight" if entry is not None else _is_parameter(tensor)
+
+    def any_known(self, values: Iterable[Any]) -> bool:
+        """Tell whether anything is known about one of the tensors among arguments."""
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                if self.any_known(value):
+                    return True
+            elif id(value) in self._tags or (type(value) is not Tensor and isinstance(value, Tensor)):
+                return True
+        return False
+
+    def weigh(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors that belong to a module for weights though they are no parameters."""
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                self.put(tensor, Tag("weight", fresh(tensor.shape)))
 
     def get_or_new(self, tensor: Tensor) -> Tag:
         """Return the tag of a tensor, one that knows nothing if it has none."""
@@ -120,24 +165,42 @@ class TagStore:
         if not isinstance(tensor, Tensor):
             return
         if tag is not None:
-            self._tags[tensor] = tag
+            key = id(tensor)
+            self._tags[key] = (weakref.KeyedRef(tensor, self._forget, key), tag)
         else:
-            self._tags.pop(tensor, None)
+            self._tags.pop(id(tensor), None)
+
+    def written(self, tensor: Tensor) -> None:
+        """Note that a tensor was written to: a buffer, or one it is a view of, holds activations from now on."""
+        for changed in (tensor, tensor._base):
+            if (tag := self.get(changed)) is not None and tag.kind == "weight":
+                self.put(changed, None)
 
     def carry(self, tag: Tag, out: Tensor, layout: Layout | None = None, **changes: Any) -> None:
         """Tag a result as what one of its operands was, with some changes."""
+        if tag.kind == "outer":
+            self.put(out, None)  # whatever it is now, its sum is no product any more
+            return
         layout = layout if layout is not None else reshaped(tag.layout, out.shape)
         self.put(out, tag._replace(layout=layout, **changes))
 
     def operand(self, candidates: Sequence[Any], out: Tensor) -> tuple[int, Tag] | None:
         """Return the operand that an elementwise result continues: scores before all else, then what has its shape."""
         tagged = [(i, tag) for i, tensor in enumerate(candidates) if (tag := self.get(tensor)) is not None]
+        if len(tagged) < 2:
+            return tagged[0] if tagged else None
 
         def rank(entry: tuple[int, Tag]) -> tuple[int, bool, bool, int]:
             i, tag = entry
             return _PRECEDENCE[tag.kind], tag.projection, candidates[i].shape != out.shape, i
 
-        return min(tagged, key=rank, default=None)
+        return min(tagged, key=rank)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a parameter: by its type where that is all it takes, for isinstance is slow here."""
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 def kept(tag: Tag, source: Tensor, out: Tensor) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -437,7 +438,7 @@ def test_b14_a_learned_sink_is_one_more_outcome(monkeypatch: pytest.MonkeyPatch)
     model = Sinking(3)
     rows = model.probs(model.logits(query, key)).sum(-1)
     assert rows.max() < 0.9  # rightly so
-    with AttentionProbe(model) as probe:
+    with AttentionProbe(model) as probe, torch.no_grad():
         model(query, key, key)
     assert not probe.notes
     assert not probe.skipped
@@ -511,10 +512,18 @@ def test_b16_masked_and_one_hot_rows_have_an_exact_entropy_and_harm_no_gradient(
     assert torch.equal(qkv.grad, twin.grad)
 
 
-def test_b17_attention_without_a_softmax_is_skipped_with_its_reason() -> None:
+def sparsemax(logits: Tensor) -> Tensor:
+    ordered = logits.sort(-1, descending=True).values
+    excess = ordered.cumsum(-1) - 1
+    kept = (ordered - excess / torch.arange(1, logits.shape[-1] + 1) > 0).sum(-1, keepdim=True)
+    return (logits - excess.gather(-1, kept - 1) / kept).clamp(min=0)
+
+
+@pytest.mark.parametrize("normalise", [torch.sigmoid, torch.relu, torch.square, sparsemax])
+def test_b17_attention_without_a_softmax_is_skipped_with_its_reason(normalise: Callable[[Tensor], Tensor]) -> None:
     class Gated(Core):
         def probs(self, logits: Tensor) -> Tensor:
-            return logits.sigmoid()
+            return normalise(logits)
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

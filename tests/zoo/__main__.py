@@ -27,7 +27,8 @@ do not report is compared with the eager implementation of the same weights.
 
 - **attentions**: how many attentions the model has, by what it reports. Measured beyond them: see the remark.
 - **measured**: how many of them have a record whose entropy per head agrees to {TOLERANCE:g} nats.
-- **named**: how many are named in `probe.skipped` with a reason instead.
+- **named**: how many are named in `probe.skipped` with a reason instead. What has no softmax (linear attention, a
+  recurrence) is named there too, and counts as an attention only where the model reports it as one.
 - **largest difference** of the entropies of any head, in nats.
 
 Unless the remark says otherwise: head dimension and scale are those of the config, no router or classifier is found,
@@ -44,6 +45,7 @@ class Totals:
     attentions: int = 0
     measured: int = 0
     named: int = 0
+    false: int = 0
 
     def add(self, other: Totals) -> None:
         """Add the counts of another table."""
@@ -51,6 +53,7 @@ class Totals:
         self.attentions += other.attentions
         self.measured += other.measured
         self.named += other.named
+        self.false += other.false
 
 
 def counted(entry: Entry, found: Findings) -> Totals:
@@ -58,7 +61,7 @@ def counted(entry: Entry, found: Findings) -> Totals:
     pairs = found.pairs
     missed = sum(1 for words in entry.unseen if words)
     own = len(pairs.reported) + len(pairs.returned) + len(pairs.further)
-    return Totals(1, own + missed, own, missed if found.skipped else 0)
+    return Totals(1, own + missed, own, missed if found.skipped else 0, len(pairs.extra))
 
 
 def line(entry: Entry, implementation: str, found: Findings) -> str:
@@ -100,11 +103,12 @@ def page() -> Iterator[str]:
     totals = Totals()
     for _, own in tables.values():
         totals.add(own)
-    share = 100 * totals.measured / totals.attentions
+    known = totals.measured + totals.named
     yield (
-        f"**{len(ENTRIES)} models, {totals.lines} lines: {totals.attentions} attentions, {totals.measured} measured "
-        f"({share:.1f} %), {totals.named} named in `skipped`, "
-        f"{totals.attentions - totals.measured - totals.named} missed in silence.**\n"
+        f"**{len(ENTRIES)} models, {totals.lines} lines: {totals.attentions} attentions, "
+        f"{100 * known / totals.attentions:.1f} % of them measured or named in `skipped`. "
+        f"Measured: {totals.measured} ({100 * totals.measured / totals.attentions:.1f} %). Named: {totals.named}. "
+        f"Missed in silence: {totals.attentions - known}. Found where there is none: {totals.false}.**\n"
     )
     for title, (lines, _) in tables.items():
         yield f"## {title}\n"

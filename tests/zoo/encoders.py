@@ -152,7 +152,7 @@ ENCODERS = (
         **_EAGER,
     ),
     _encoder("TAPAS", "Tapas", **_EAGER),
-    _encoder("MRA", "Mra", note="an approximation without a softmax", **_EAGER),
+    _encoder("MRA", "Mra", told=True, note="an approximation without a softmax", **_EAGER),
     _encoder(
         "Perceiver",
         "Perceiver",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +51,37 @@ class RawBlock(Block):
         return tuple(x @ weight for weight in self.raw)
 
 
+class BlindAttention(Block):
+    """A block that is called attention; nobody can see any in it."""
+
+
+class ScriptedAttention(nn.Module):
+    """Plain attention of one head, for torch.jit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.query(x) @ self.key(x).transpose(-2, -1)).softmax(-1) @ x
+
+
+class BelowTorch(torch.autograd.Function):
+    """Attends where torch sees nothing of it, as an extension does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = np.exp(q.numpy() @ k.mT.numpy() / math.sqrt(DEPTH))
+        weights = torch.from_numpy(scores / scores.sum(-1, keepdims=True))
+        ctx.save_for_backward(weights)
+        return torch.from_numpy(weights.numpy() @ v.numpy())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weights,) = ctx.saved_tensors
+        return None, None, weights.mT @ gradients[0]
+
+
 def nanogpt(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
     att = att.masked_fill(CAUSAL[None, None] == 0, float("-inf"))
@@ -87,6 +119,20 @@ def normalised(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10.0).softmax(-1) @ v
 
 
+def below_torch(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = BelowTorch.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch gives it no hints
+    return out
+
+
+def linear(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2)[..., None])
+
+
+def additive(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.tanh(q[..., :, None, :] + k[..., None, :, :]).sum(-1).softmax(-1) @ v
+
+
 def softmax_plus_one(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.pad(q @ k.mT / math.sqrt(DEPTH), (0, 1)).softmax(-1)[..., :-1] @ v
 
@@ -121,4 +167,17 @@ HANDWRITTEN = (
     _own("cosine_similarity", cosine, unseen=("where its logits come from was not seen",)),
     _own("softmax with one added", softmax_plus_one),
     _own("learned sink", learned_sink),
+    _own("additive attention", additive, unseen=("where its logits come from was not seen",)),
+    _own("linear attention", linear, kind=BlindAttention, told=True),
+    _own("kernel below torch", below_torch, kind=BlindAttention, told=True),
+    Entry(
+        "by hand: compiled by torch.jit",
+        lambda implementation: nn.Sequential(torch.jit.script(ScriptedAttention())),
+        noise("input", (BATCH, LENGTH, WIDTH)),
+        ("eager",),
+        truth=all_softmaxes,
+        told=True,
+        repeatable=False,
+        library="torch",
+    ),
 )

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from attn_monitor.arguments import attention_call
 from attn_monitor.capture.kernels.registry import KernelCall
+from attn_monitor.records import AttentionCall
 
 FUSED = (
-    "scaled_dot_product_attention",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -28,7 +28,10 @@ def read(
     scale: float | None = None,
     **_: Any,
 ) -> KernelCall:
-    """Read `torch.ops.aten.scaled_dot_product_attention` and the kernels it chooses among."""
+    """Read the kernels that `F.scaled_dot_product_attention` chooses among."""
     mask = attn_mask if attn_mask is not None else attn_bias
-    options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": True}
-    return KernelCall(lambda: attention_call(query, key, value, **options))  # type: ignore[arg-type]
+
+    def make() -> AttentionCall:
+        return attention_call(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+    return KernelCall(make)

@@ -104,14 +104,15 @@ def _relay(path: str, module: types.ModuleType, name: str, function: Any) -> Und
     code = scope["relayed"].__code__.replace(co_freevars=function.__code__.co_freevars, co_name=function.__name__)
     told = vars(function).get("__signature__")
     # Who asks for the signature meanwhile, and remembers it, must hear the truth.
-    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    described: Any = function  # a function type has no such attribute; inspect looks for it all the same
+    described.__signature__ = inspect.signature(function)
     before, function.__code__ = function.__code__, code
 
     def undo() -> None:
         function.__code__ = before
         if told is None:
-            del function.__signature__  # type: ignore[attr-defined]
+            del described.__signature__
         else:
-            function.__signature__ = told  # type: ignore[attr-defined]
+            described.__signature__ = told
 
     return undo
