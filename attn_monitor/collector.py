@@ -1,19 +1,19 @@
-"""Turns sightings into the sums of layers: which record a call belongs to, what to count once, what went wrong."""
+"""Turns sightings into the sums of layers: what to measure now or later, what to count once, what went wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attn_monitor.capture.coverage import unseen_attention
-from attn_monitor.capture.naming import CallSite, call_site, is_helper, is_selected
+from attn_monitor.capture.naming import CallSite
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
+from attn_monitor.placement import Placement
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
 from attn_monitor.taps import GradientTaps, can_wait, saving
@@ -59,12 +59,7 @@ class Collector:
         self._grad_scale = grad_scale
         # Rows are sampled without touching the random numbers of the run.
         self._generator = torch.Generator().manual_seed(20240521)
-        self._running: Callable[[], list[nn.Module]] = list
-        self._names: Mapping[nn.Module, str] = {}
-        self._selected: frozenset[str] | None = None
-        self._explored: Collection[nn.Module] = ()
-        self._root = ""
-        self._sites: dict[str, list[CallSite]] = {}
+        self.placement = Placement()
         self._counts: dict[Hashable, int] = {}
         self.sums: dict[str, AttentionSums] = {}
         self._order: dict[str, None] = {}
@@ -74,11 +69,6 @@ class Collector:
         self._tapped: dict[str, None] = {}  # in their order
         self._ended = False
         self.paths: dict[str, str] = {}
-        self.owners: dict[str, nn.Module] = {}
-        self.places: set[nn.Module] = set()
-        self.unselected: set[str] = set()
-        self.shown_in: set[str] = set()
-        self.missed = False
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
         self._spaces = Workspaces()
@@ -104,27 +94,8 @@ class Collector:
         late = {record: NO_BACKWARD for record in self._tapped if self._ended and not self._has_gradients(record)}
         return {**late, **self._notes}
 
-    def begin(
-        self,
-        running: Callable[[], list[nn.Module]],
-        names: Mapping[nn.Module, str],
-        selected: frozenset[str] | None,
-        root: str,
-        *,
-        explored: Collection[nn.Module],
-    ) -> None:
-        """Prepare for the hooks of one attachment.
-
-        Args:
-            running: Returns the running modules that are hooked, outermost first.
-            names: The names of all modules.
-            selected: The names of the selected modules.
-            root: What the root is shown as.
-            explored: Modules of which only the owners of attention are hooked. A new place in one of these may belong
-                to a module inside it, and is left to the next time, when all are hooked.
-        """
-        self._running, self._names, self._selected, self._root = running, names, selected, root
-        self._explored = explored
+    def begin(self) -> None:
+        """Prepare for the hooks of one attachment."""
         self._ended = False
         self._counts.clear()
 
@@ -151,58 +122,42 @@ class Collector:
         self._first_pass.clear()
         self._unplaced.clear()
 
-    def silent_attention(self, called: Collection[nn.Module], refused: Collection[str]) -> dict[str, str]:
-        """Return the selected modules that are named like attention, have run, and in which nothing was seen.
-
-        Args:
-            called: The modules that have run.
-            refused: What was not looked at, and is listed already.
-        """
-        places = {self._names[place] for place in self.places if place in self._names}
-        seen = {"" if name == self._root else name for name in (*self.unselected, *self.shown_in, *refused)}
-        found = unseen_attention(self._names, called, places | seen)
-        return {
-            name: reason
-            for name, reason in found.items()
-            if is_selected("" if name == self._root else name, self._selected)
-        }
-
     # -- what capture calls -----------------------------------------------------------------------------------------
 
     def before(self, sighting: Sighting) -> None:
         """Take a call that is about to run."""
         if in_backward() and self._gradients and sighting.differentiable and saving() == "recomputation":
-            found = self._place()
+            found = self.placement.place()
             if found is not None:
                 record, site = found
                 self._try(record, lambda: self._taps.refill((record, site), sighting))
 
     def after(self, sighting: Sighting, out: Tensor) -> None:
         """Take a call that has run."""
-        if (found := self._place()) is not None:
+        if (found := self.placement.place()) is not None:
             self._take(*found, sighting, out)
 
     def unmeasured(self, reason: str) -> None:
         """Take note of attention in the running module that can't be measured."""
-        name, owner = self._owner()
-        if self._settled(owner) and (owner is None or is_selected(self._names.get(owner, ""), self._selected)):
+        name, owner = self.placement.owner()
+        if self.placement.settled(owner) and (owner is None or self.placement.is_selected(owner)):
             self._skipped.setdefault(name, reason)
 
     def lost(self, error: Exception) -> None:
         """Take note that scores in the running module can't be followed any further."""
-        name, owner = self._owner()
-        if self._settled(owner):
+        name, owner = self.placement.owner()
+        if self.placement.settled(owner):
             self._lost.setdefault(name, f"its scores could not be followed: {_told(error)}")
 
     def failed(self, error: Exception) -> None:
         """Take note of an error of ours in the running module."""
-        name, owner = self._owner()
-        if self._settled(owner):
+        name, owner = self.placement.owner()
+        if self.placement.settled(owner):
             self._fail(name, error)
 
     def observed(self, name: str, sighting: Sighting, out: Tensor | None) -> None:
         """Take a call that the user shows."""
-        self.shown_in.add(self._owner()[0])
+        self.placement.shown_in.add(self.placement.owner()[0])
         if in_backward() and self._gradients and sighting.differentiable and saving() == "recomputation":
             self._try(name, lambda: self._taps.refill((name, ()), sighting))
         self._take(name, (), sighting, out)
@@ -211,50 +166,7 @@ class Collector:
         """Take note of a call the user shows that can't be measured."""
         self._skipped.setdefault(name, reason)
 
-    # -- which record -----------------------------------------------------------------------------------------------
-
-    def _owner(self) -> tuple[str, nn.Module | None]:
-        """Return the module an attention seen now belongs to, and what it is shown as."""
-        modules = self._running()
-        while len(modules) > 1 and is_helper(modules[-1]):
-            modules = modules[:-1]
-        owner = modules[-1] if modules else None
-        name = self._names.get(owner, "") if owner is not None else ""
-        return name or self._root, owner
-
-    def _settled(self, owner: nn.Module | None) -> bool:
-        """Keep a module in which something was seen among the hooked ones; say whether it is known to be the place."""
-        if owner is None or owner in self.places:
-            return True
-        if owner in self._explored:
-            self.missed = True
-            return False
-        self.places.add(owner)
-        return True
-
-    def _place(self) -> tuple[str, CallSite] | None:
-        """Return the record and the call site of an attention seen now, `None` if it is not selected."""
-        name, owner = self._owner()
-        if not is_selected(self._names.get(owner, "") if owner is not None else "", self._selected):
-            self.unselected.add(name)
-            return None
-        site = call_site(owner)
-        known = self._sites.setdefault(name, [])
-        if site not in known:
-            # A function recomputed outside of its module has the inner part of the call site only.
-            inner = [full for full in known if full[: len(site)] == site] if in_backward() else []
-            if inner:
-                site = inner[0]
-            elif owner in self._explored:
-                self.missed = True
-                return None
-            else:
-                known.append(site)
-        if owner is not None:
-            self.owners[name] = owner
-            self.places.add(owner)
-        index = known.index(site)
-        return (f"{name}#{index}" if index else name), site
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _take(self, record: str, site: CallSite, sighting: Sighting, out: Tensor | None) -> None:
         self._try(record, lambda: self._measure(record, site, sighting, out))

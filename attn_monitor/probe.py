@@ -121,6 +121,7 @@ class AttentionProbe:
             per_call=per_call,
             grad_scale=grad_scale,
         )
+        self._placement = self._collector.placement
         self._mode = CaptureMode(self._collector)
         self._tracker = ModuleTracker(self._mode, self._collector.start)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -157,7 +158,7 @@ class AttentionProbe:
     @property
     def owners(self) -> tuple[str, ...]:
         """The names of the modules in which attention was found, also of those that are not selected."""
-        return (*self._collector.owners, *sorted(self._collector.unselected))
+        return (*self._placement.owners, *sorted(self._placement.unselected))
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -166,7 +167,7 @@ class AttentionProbe:
 
     def owner(self, record: str) -> nn.Module | None:
         """Return the module a record belongs to; `None` for what the user showed."""
-        return self._collector.owners.get(record.partition("@")[0].partition("#")[0])
+        return self._placement.owners.get(record.partition("@")[0].partition("#")[0])
 
     def check_modules(self) -> None:
         """Raise `ValueError` if the selection of modules matches none of the model's."""
@@ -187,13 +188,14 @@ class AttentionProbe:
             return
         names = canonical_names(self._model)
         selected = select_modules(self._modules, names)
-        places = self._collector.places
-        if self._collector.missed:
+        places = self._placement.places
+        if self._placement.missed:
             self._called.clear()
         hooked = [module for module in names if module is self._model or module in places or module not in self._called]
-        self._collector.missed = False
+        self._placement.missed = False
         explored = set(self._called)
-        self._collector.begin(self._tracker.stack, names, selected, self._root_name(), explored=explored)
+        self._placement.begin(self._tracker.stack, names, selected, self._root_name(), explored=explored)
+        self._collector.begin()
         self._attached = True
         try:
             hold_eager(self)
@@ -219,8 +221,8 @@ class AttentionProbe:
         self._mode.tags.clear()
         remove_relays(self)
         release_eager(self)
-        if news and not self._collector.missed:  # else the next attachment discovers anew
-            self._unseen = self._collector.silent_attention(self._called, self._refused)
+        if news and not self._placement.missed:  # else the next attachment discovers anew
+            self._unseen = self._placement.silent_attention(self._called, self._refused)
 
     def compute(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
         """Return the statistics of everything seen since the last reset, waiting for the device once.

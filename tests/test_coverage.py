@@ -193,7 +193,7 @@ def test_it_is_looked_at_again_only_when_something_new_has_run(monkeypatch: pyte
         looks.append(1)
         return unseen_attention(*args)
 
-    monkeypatch.setattr("attn_monitor.collector.unseen_attention", count)
+    monkeypatch.setattr("attn_monitor.placement.unseen_attention", count)
 
     class Growing(Tower):
         depth = 1

@@ -91,7 +91,7 @@ ROOMS = {
     },
     "judging": {"saturation", "diagnosis"},
     "capture": {"capture"},
-    "probe": {"probe", "collector", "taps"},
+    "probe": {"probe", "collector", "placement", "taps"},
     "showing": {"tensorboard", "colors", "inspection", "cli", "__main__"},
     "lightning": {"callback", "publishing", "notices", "evaluation", "observer", "lightning_compat"},
 }

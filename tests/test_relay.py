@@ -48,7 +48,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return opaque(q, k, v, mask, softmax_scale)
 
     module = types.ModuleType("my_kernels")
-    module.fast_attention = fast_attention  # type: ignore[attr-defined]
+    vars(module)["fast_attention"] = fast_attention
     monkeypatch.setitem(sys.modules, "my_kernels", module)
 
     @register_kernel("my_kernels:fast_attention")
@@ -195,7 +195,7 @@ def xformers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     copied = types.FunctionType(memory_efficient_attention.__code__, globals(), "memory_efficient_attention")
     copied.__defaults__ = memory_efficient_attention.__defaults__
     copied.__kwdefaults__ = memory_efficient_attention.__kwdefaults__
-    module.memory_efficient_attention = copied  # type: ignore[attr-defined]
+    vars(module)["memory_efficient_attention"] = copied
     monkeypatch.setitem(sys.modules, "xformers.ops", module)
     return copied
 
