@@ -1,22 +1,201 @@
-"""What the benchmark reports follows from what it measured. Nothing here is timed."""
+"""What the benchmark reports follows from what it measured, and all of it runs. No time is asserted anywhere."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from collections.abc import Callable
+from pathlib import Path
 
-from tests.benchmarks import step_ratio as bench
+import pytest
+import torch
+
+from tests.benchmarks import __main__ as command
+from tests.benchmarks import alone, growth, memory, page, steps, turns
+from tests.benchmarks.exact import exact_statistics
+from tests.benchmarks.sizes import FULL, QUICK
+from tests.models import LIGHTNING_ADVICE
+from tests.reference import attention_reference, gradient_reference
+
+pytestmark = LIGHTNING_ADVICE
+Table = dict[str, list[str]]
+
+
+def tables(text: str) -> list[Table]:
+    """Return the rows of each table of a page by their first cell."""
+    found: list[Table] = []
+    for block in text.split("\n\n"):
+        lines = [line.strip("|").split("|") for line in block.splitlines() if line.startswith("|")]
+        if lines:
+            found.append({cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[2:]})
+    return found
+
+
+def measured_quickly(section: str, capsys: pytest.CaptureFixture[str]) -> Table:
+    """Run one section at tiny sizes and return its table."""
+    before = page.PAGE.read_bytes()
+    command.main(["--quick", "--only", section])
+    assert page.PAGE.read_bytes() == before
+    [table] = tables(capsys.readouterr().out)
+    return table
+
+
+def is_ratio(cell: str) -> bool:
+    """Tell whether a cell starts with a positive, finite number."""
+    number = float(cell.split()[0])
+    return math.isfinite(number) and number > 0
+
+
+def is_memory(cell: str) -> bool:
+    """Tell whether a cell says how much memory, or that it was not measured."""
+    return math.isfinite(float(cell)) if memory.measurable() else cell == page.NOT_MEASURED
+
+
+# -- all of it, at tiny sizes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_steps_have_a_row_for_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured_quickly("steps", capsys)
+    ways = [name for ways in steps.trainings(QUICK).values() for name in ways]
+    assert sorted(rows) == sorted([*ways, steps.COMPUTED])
+    assert all(is_ratio(cells[0]) for cells in rows.values())
+    compared = rows.keys() - {steps.BASE, steps.GPT2_BASE, steps.COMPUTED}
+    assert all(is_memory(rows[name][3]) for name in compared)
+
+
+def test_statistics_alone_have_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured_quickly("alone", capsys)
+    assert len(rows) == len(alone.cases(QUICK)) == 2 * (1 + len(QUICK.lengths))
+    for cells in rows.values():
+        assert all(is_ratio(cell) for cell in cells[:5])
+        assert all(is_memory(cell) for cell in cells[5:7])
+        assert float(cells[7]) < 1e-5
+
+
+def test_growth_has_a_row_for_every_size(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured_quickly("growth", capsys)
+    sizes = {"heads": QUICK.growing_heads, "length": QUICK.growing_lengths, "layers": QUICK.growing_layers}
+    assert list(rows) == [f"{what} {size}" for what, values in sizes.items() for size in values]
+    assert all(is_ratio(cell) for cells in rows.values() for cell in cells)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [([], True), (["--rounds", "3"], True), (["--quick"], False), (["--only", "alone"], False)],
+)
+def test_only_the_whole_page_is_written(
+    arguments: list[str], written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(command, "SECTIONS", {name: _stub(name) for name in command.SECTIONS})
+    command.main(arguments)
+    assert (tmp_path / "page.md").exists() is written
+    if written:
+        text = (tmp_path / "page.md").read_text(encoding="utf-8")
+        assert [f"section {name}" in text for name in command.SECTIONS] == [True, True, True]
+
+
+def _stub(name: str) -> Callable[..., str]:
+    return lambda sizes, rounds, quick: f"section {name}, {rounds} rounds"
+
+
+def test_the_page_says_what_it_was_measured_with() -> None:
+    text = page.environment()
+    for word in (torch.__version__, f"{torch.get_num_threads()} threads", "seed 0", page.processor()):
+        assert word in text.replace("\n", " ")
+
+
+def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--rounds", "0"])
+    assert "at least 1, got 0" in capsys.readouterr().err
+
+
+# -- what is made of the measurements ----------------------------------------------------------------------------------
 
 
 def test_every_way_gets_one_step_of_each_round_in_a_rotating_order() -> None:
-    turns = bench.TakingTurns(dict.fromkeys("abc"))
-    rounds = ["".join(turns.turn(step) for step in range(first, first + 3)) for first in (0, 3, 6, 9)]
-    assert rounds == ["abc", "bca", "cab", "abc"]
+    order = ["".join(turns.whose(step, "abc") for step in range(first, first + 3)) for first in (0, 3, 6, 9)]
+    assert order == ["abc", "bca", "cab", "abc"]
 
 
-def test_each_step_is_divided_by_the_unwatched_step_of_its_round() -> None:
-    seconds = {name: [1.0, 10.0, 2.0] for name in bench.ways()}
-    seconds[bench.OBSERVED] = [1.5, 15.0, 3.0]
-    lines = {line.split("|")[1].strip(): line for line in bench.report(seconds).splitlines() if line.startswith("|")}
-    assert lines[bench.OBSERVED] == f"| {bench.OBSERVED} | 1.500 | 1.500 to 1.500 | 3000 |"
-    [amortised] = [line for name, line in lines.items() if "computed" in name]
-    assert float(amortised.split("|")[2]) == pytest.approx(1 + 0.5 / bench.CADENCE)
+def test_warmup_is_not_counted() -> None:
+    class Count:
+        """Counts its stops."""
+
+        stops = 0.0
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> float:
+            self.stops += 1
+            return self.stops
+
+    measured = turns.interleaved({"a": int, "b": int}, 2, warmup=1, meter=Count())
+    assert measured == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+
+
+def test_values_are_compared_with_those_of_their_round() -> None:
+    measured = {"base": [1.0, 10.0, 2.0], "way": [1.5, 15.0, 5.0]}
+    assert turns.ratios(measured, "base")["way"] == turns.Spread(1.5, 1.5, 2.0)
+    assert turns.excess(measured, "base") == {"base": 0.0, "way": 3.0}
+
+
+def test_the_quartiles_of_one_value_are_that_value() -> None:
+    assert turns.Spread.of([3.0]) == turns.Spread(3.0, 3.0, 3.0)
+
+
+def test_the_computed_row_lies_a_fiftieth_of_the_way_from_idle_to_observed() -> None:
+    seconds = {name: [2.0, 2.0] for name in (steps.BASE, steps.IDLE, steps.OBSERVED)}
+    seconds[steps.IDLE], seconds[steps.OBSERVED] = [2.02, 2.02], [3.02, 3.02]
+    rows = {cells[0]: cells[1:] for cells in steps.rows(steps.lines([seconds], None))}
+    assert float(rows[steps.COMPUTED][0]) == pytest.approx(1.01 + 0.5 / steps.CADENCE)
+    assert rows[steps.OBSERVED] == ("1.510", "1.510 to 1.510", "3020", page.NOT_MEASURED)
+
+
+def test_growth_is_told_from_first_to_last() -> None:
+    ratio = turns.Spread(1.0, 1.0, 1.0)
+    lines = [growth.Line(size, plain=1.0, cost=float(cost), ratio=ratio) for size, cost in ((2, 3), (4, 9), (8, 15))]
+    assert growth.growth("heads", lines, lambda line: line.cost) == "4 times the heads cost 5.0 times as much"
+
+
+def test_long_cases_are_measured_at_least_twice_and_short_ones_more_often() -> None:
+    rounds = [case.rounds(FULL.rounds) for case in alone.cases(FULL) if case.batch == 1 and case.causal]
+    assert rounds == sorted(rounds, reverse=True)
+    assert rounds[-1] == 2
+
+
+# -- what it is compared with ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tile", [7, 2**20])
+def test_the_tiled_reference_agrees_with_the_dense_one(
+    causal: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.benchmarks.exact.TILE", tile)
+    query, key, value, grad_output = torch.randn(4, 2, 3, 5, 7).unbind()
+    found = exact_statistics(query, key, value, grad_output, causal=causal)
+    wanted = attention_reference(query, key, is_causal=causal)
+    wanted |= gradient_reference(query, key, value, grad_output, is_causal=causal)
+    assert found.keys() == alone.FULL_SET
+    for name, values in found.items():
+        torch.testing.assert_close(values, wanted[name], rtol=1e-12, atol=0, msg=name)
+
+
+@pytest.mark.skipif(not memory.measurable(), reason="this system does not tell the peak of a process")
+def test_a_peak_is_seen_after_it_is_gone() -> None:
+    peak = memory.Peak(above=True)
+    peak.start()
+    torch.ones(16 * 2**20)  # 64 MiB
+    assert 63 < peak.stop() < 80
+
+
+def test_a_system_that_keeps_no_peak_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "RESET", tmp_path / "no" / "clear_refs")
+    assert memory.in_fresh_process("steps", quick=True) is None
+    assert page.mebibytes(None) == page.NOT_MEASURED

@@ -69,6 +69,23 @@ def x() -> Tensor:
     return torch.randn(BATCH, LENGTH, DIM)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own call
+def test_prompts_before_a_model_leave_its_names_alone() -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    prompted = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with AttentionProbe(prompted) as probe:
+        prompted(input_ids=torch.arange(5)[None]).logits.sum().backward()
+    stats = probe.compute()
+    assert list(stats) == ["model.layers.0.self_attn"]
+    assert stats["model.layers.0.self_attn"].keys == 3 + 5
+
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lora_adapters_have_the_names_and_the_numbers_of_what_they_adapt(x: Tensor) -> None:
     peft = pytest.importorskip("peft")

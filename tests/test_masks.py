@@ -19,6 +19,8 @@ from tests.spellings import SCALE, Attention, B, D, E, H, T
 Dialect: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """From query, key and value [B, H, T, D] and what is allowed to the output [B, H, T, D]."""
 
+pytestmark = pytest.mark.slow  # many and quick; tests/spellings.py has a few of them for every run
+
 # -- what may be seen: True is allowed ------------------------------------------------------------------------------
 
 QUERY, KEY = torch.arange(T)[:, None], torch.arange(T)

@@ -228,7 +228,7 @@ def test_a_module_of_the_users_called_module_keeps_its_name() -> None:
 
 def test_adapters_of_peft_do_not_show_in_names() -> None:
     class LoraModel(Wrapper):
-        pass
+        __module__ = "peft.tuners.lora.model"
 
     class PeftModel(Wrapper):
         pass

@@ -19,7 +19,7 @@ from attn_monitor.sums import AttentionSums
 from attn_monitor.uncertainty import variance_of_sum
 from tests.reference import gradient_reference
 
-B, H, T, D, V, SAMPLED, DRAWS = 3, 2, 101, 7, 5, 23, 300
+B, H, T, D, V, SAMPLED, DRAWS = 3, 2, 101, 7, 5, 23, 200
 ALL = frozenset(STATISTICS)
 EXACT = {"logit_max", "logit_min", "k_rms"}
 ROOTS = {"logit_std", "logit_row_std", "critical_ratio", "qk_std", "q_rms", "grad_logits_norm", "grad_probs_norm"}

@@ -62,8 +62,8 @@ def _without_wrappers(raw: str, modules: dict[str, nn.Module]) -> str:
         if part == "base_model" and kind.startswith("Peft"):
             peft = True
             continue
-        if part == "model" and peft:
-            peft = False
+        if part == "model" and peft and type(parent).__module__.partition(".")[0] == "peft":
+            peft = False  # of an adapter; prompts are put before the model itself, which may have a `model` of its own
             continue
         peft = False
         kept.append(part)

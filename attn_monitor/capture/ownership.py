@@ -198,7 +198,7 @@ class ModuleTracker:
         enter, leave = _Hook(self._enter_called), _Hook(self.leave)
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
-                self.refused[module] = "compiled by torch.jit, which accepts no hooks; use observe_attention"
+                self.refused[module] = "compiled by torch.jit, which accepts no hooks; watch it before it is compiled"
                 continue
             # Ahead of the user's hooks, so that what they do is already seen; always, so that an exception in the
             # forward does not leave the mode behind.
