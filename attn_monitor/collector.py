@@ -13,8 +13,10 @@ from attn_monitor.capture.naming import CallSite
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
+from attn_monitor.entries import QualifyingEntries
 from attn_monitor.placement import Placement
-from attn_monitor.statistics import attention_sums
+from attn_monitor.records import AttentionCall
+from attn_monitor.statistics import attention_sums, softmax_sums
 from attn_monitor.sums import AttentionSums
 from attn_monitor.taps import GradientTaps, can_wait, saving
 from attn_monitor.unseen import unseen
@@ -185,6 +187,7 @@ class Collector:
             target = _Unplaced(record, _fingerprint(sighting))
         tapped = self._gradients and sighting.differentiable and where != "recomputation"
         forward = isinstance(target, str) and not recomputed
+        entries: QualifyingEntries | None = None
         waits = forward and tapped and where == "graph" and can_wait(sighting, out)
         if isinstance(target, str) and forward:
             self._order.setdefault(target)
@@ -192,13 +195,25 @@ class Collector:
             if sighting.note:
                 self._notes[target] = sighting.note
             if not waits:
-                call, sample = sighting.call, (self._max_queries, self._generator)
-                self._merge(target, attention_sums(call, self._statistics, *sample, spaces=self._spaces))
+                bits = tapped and where == "graph" and sighting.logits is not None
+                entries = self._measure_now(target, sighting.call, bits)
         if tapped:
             if isinstance(target, str):
                 self._tapped[target] = None
             later = where == "checkpoint"
-            self._taps.tap(target, (record, site), sighting, out, recomputed_later=later, forward=waits)
+            self._taps.tap(
+                target, (record, site), sighting, out, recomputed_later=later, forward=waits, entries=entries
+            )
+
+    def _measure_now(self, record: str, call: AttentionCall, bits: bool) -> QualifyingEntries | None:
+        """Measure a forward pass; return what the gradients of a softmax will need if that is wanted."""
+        sample = (self._max_queries, self._generator)
+        if not bits:
+            self._merge(record, attention_sums(call, self._statistics, *sample, spaces=self._spaces))
+            return None
+        sums, entries = softmax_sums(call, self._statistics, *sample, spaces=self._spaces)
+        self._merge(record, sums)
+        return entries
 
     def _has_gradients(self, record: str) -> bool:
         return record not in self.sums or bool(self.sums[record].measured & GRADIENTS)

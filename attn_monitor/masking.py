@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_monitor.precision import known_finite
 from attn_monitor.records import AttentionCall
 
 BLOCKING_BIAS = -9000.0
@@ -110,7 +111,8 @@ def blocked_entries(
     """Return what is blocked in a tile of some rows and the first columns."""
     parts = [_blocked_by_mask(window(mask, rows, columns)) for mask in call.masks]
     if call.logits is not None:
-        parts.append(_blocked_fill(call, call.logits, rows, columns))
+        fill = _blocked_fill(call, call.logits, rows, columns)
+        parts += [] if fill is None else [fill]
         device = call.logits.device
     else:
         assert call.query is not None, "a call has either logits or query and key"
@@ -140,14 +142,23 @@ def _blocked_by_mask(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= BLOCKING_BIAS
 
 
-def _blocked_fill(call: AttentionCall, logits: Tensor, rows: slice, columns: int) -> Tensor:
+def _blocked_fill(call: AttentionCall, logits: Tensor, rows: slice, columns: int) -> Tensor | None:
+    """Return what is filled as blocked entries are, `None` if nothing is known to be."""
     seen = window(logits, rows, columns)
-    fill = (seen <= BARE_FILL) | (seen == FLOAT16_FILL)
+    if seen.device.type == "cpu" and seen.numel():
+        (least,) = seen.amin().reshape(1).tolist()
+        if least > FLOAT16_FILL:
+            return None
+    fill = seen <= BARE_FILL
+    if seen.dtype != torch.bfloat16:  # which has no such number
+        fill |= seen == FLOAT16_FILL
     if call.query is not None and call.key is not None:
         # An infinite query makes products of -inf, which are no mask.
-        fill &= call.query[:, :, rows].isfinite().all(-1)[..., None]
-        finite_keys = call.key[:, :, :columns].isfinite().all(-1)
-        fill &= finite_keys.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)[:, :, None]
+        query, key = call.query[:, :, rows], call.key[:, :, :columns]
+        if not known_finite(query.sum(-1, dtype=torch.float32)):
+            fill &= query.isfinite().all(-1)[..., None]
+        if not known_finite(key.sum(-1, dtype=torch.float32)):
+            fill &= key.isfinite().all(-1).repeat_interleave(query.shape[1] // key.shape[1], dim=1)[:, :, None]
     return fill
 
 

@@ -6,8 +6,9 @@ a tile. A tile is overwritten many times, in three pieces of memory: each pass s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from attn_monitor.sums import state_dtype
 from attn_monitor.tiles import Tile, TiledCall, multiply_heads
 from attn_monitor.workspace import Workspace, Workspaces
 
+Note: TypeAlias = Callable[[slice, slice, Tile, Blocked], None]
+"""Takes batch items, heads, the tile, and what is blocked in it."""
 _EXTREMA = frozenset({"logit_max", "logit_min"})
 _PROBABILITIES = frozenset(
     {"entropy", "entropy_normalized", "max_probability", "sink_mass", "jacobian_trace", "jacobian_norm"}
@@ -112,6 +115,7 @@ def fill_rows(
     *,
     first: Tensor | None = None,
     grad_output: Tensor | None = None,
+    notes: Sequence[Note] = (),
 ) -> None:
     """Fill in the values of all rows of a call, tile by tile.
 
@@ -122,6 +126,7 @@ def fill_rows(
         spaces: Where to compute.
         first: The first visible key of each batch item, [B].
         grad_output: The gradient of the output, [B, H, Q, V], with all rows of the call.
+        notes: Who else wants to know what is blocked in each tile.
     """
     work = spaces.at(tiled.device, tiled.dtype)
     if grad_output is not None and tiled.index is not None:
@@ -130,12 +135,16 @@ def fill_rows(
         for tile in part.tiles():
             grad = None if grad_output is None else grad_output[items, heads, tile.rows]
             first_b = None if first is None else first[items]
-            _look(part, tile, wanted, work, rows.window(items, heads, tile.rows), first_b, grad)
+            blocked = part.blocked(tile)
+            _look(part, tile, blocked, wanted, work, rows.window(items, heads, tile.rows), first_b, grad)
+            for note in notes:
+                note(items, heads, tile, blocked)
 
 
 def _look(
     part: TiledCall,
     tile: Tile,
+    blocked: Blocked,
     wanted: Wanted,
     work: Workspace,
     out: Mapping[str, Tensor],
@@ -143,7 +152,6 @@ def _look(
     grad_output: Tensor | None,
 ) -> None:
     """Fill in the values of the rows of one tile, views [b, H, t] by the names of `RowValues`."""
-    blocked = part.blocked(tile)
     blocked.fill_allowed(out["allowed"])
     product = part.product(tile, work) if part.call.logits is None or wanted.qk_apart else None
     if wanted.qk_apart:

@@ -94,11 +94,15 @@ class RowValues:
 
     def gradient_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the number of rows whose gradients count, and the squares of both gradients over them, each [H]."""
-        qualifying = (self["allowed"] >= 2) & (self["nonfinite"] == 0)
+        qualifying = self.qualifying()
         size = self["grad_size"]
         squares = {f"{name}_sq": (self[name] * size).square() for name in ("grad_logits", "grad_probs")}
         totals = self._totals(qualifying, squares, mean_of_rows=False)
         return self._count(qualifying), totals["grad_logits_sq"], totals["grad_probs_sq"]
+
+    def qualifying(self) -> Tensor:
+        """Return True for the rows whose gradients count, [B, H, Q]."""
+        return (self["allowed"] >= 2) & (self["nonfinite"] == 0)
 
     def moments(self, prefix: str = "") -> Tensor:
         """Return count, mean and sum of squared deviations of the logits over all rows, [3, H]; of `qk_` alike."""

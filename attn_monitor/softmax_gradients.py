@@ -1,60 +1,25 @@
 """Gradients at the two sides of a softmax that autograd itself delivers, as sums of squares per head.
 
-Axes: B batch, H heads, Q queries, K keys; b batch items, t rows of a tile. Only allowed entries of rows with at least
-two allowed keys, all of them finite, enter. Which these are must be kept from the forward to the backward pass: one bit
-for each entry, a thirty-second of the logits.
+Axes: B batch, H heads, Q queries, K keys; b batch items, t rows of a tile.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
+from attn_monitor.entries import EntryBits, QualifyingEntries
+from attn_monitor.passes import Wanted, fill_rows
 from attn_monitor.precision import known_finite, row_norms
 from attn_monitor.records import AttentionCall, CallShape
-from attn_monitor.relative import RelativeRows
+from attn_monitor.rows import RowValues
 from attn_monitor.sums import AttentionSums, state_dtype
 from attn_monitor.tiles import TiledCall, blocks, undisturbed
 from attn_monitor.uncertainty import variance_of_sum
-from attn_monitor.workspace import Workspace, Workspaces
-
-_BITS = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QualifyingEntries:
-    """The entries whose gradients count.
-
-    Attributes:
-        bits: [B, H, Q, K / 8], eight keys to a byte.
-        shape: Of the call.
-        index: The rows that are looked at, as many as `bits` has; `None` for all.
-        weights: How many rows each of them stands for; `None` for one.
-    """
-
-    bits: Tensor
-    shape: CallShape
-    index: Tensor | None = None
-    weights: Tensor | None = None
-
-    @property
-    def looked_at(self) -> CallShape:
-        """The sizes of what is looked at."""
-        return self.shape._replace(queries=self.bits.shape[2])
-
-    def keep(self, items: slice, heads: slice, rows: slice) -> Tensor:
-        """Return 1 for the entries that count and 0 for the others, [b, H, t, K]."""
-        shifts = torch.arange(_BITS, device=self.bits.device, dtype=torch.uint8)
-        bits = self.bits[items, heads, rows, :, None].bitwise_right_shift(shifts).bitwise_and_(1)
-        return bits.flatten(-2)[..., : self.shape.keys]
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a tensor [b, H, Q, K] that are looked at."""
-        return tensor if self.index is None else tensor.index_select(2, self.index)
+from attn_monitor.workspace import Workspaces
 
 
 def qualifying_entries(
@@ -64,7 +29,7 @@ def qualifying_entries(
     *,
     spaces: Workspaces | None = None,
 ) -> QualifyingEntries:
-    """Return the entries of a call whose gradients count.
+    """Return the entries of a call whose gradients count, for a call whose forward pass has been measured.
 
     Args:
         call: The call.
@@ -80,32 +45,11 @@ def qualifying_entries(
 
 
 def _entries(tiled: TiledCall, whole: CallShape, spaces: Workspaces) -> QualifyingEntries:
-    shape = tiled.call.shape
-    bits = torch.zeros((*shape[:3], -(-shape.keys // _BITS)), dtype=torch.uint8, device=tiled.device)
-    work = spaces.at(tiled.device, tiled.dtype)
-    for items, heads, part in tiled.parts():
-        for tile in part.tiles():
-            blocked = part.blocked(tile)
-            logits = part.logits(tile, work)
-            out = {name: logits.new_zeros(logits.shape[:3]) for name in ("allowed", "largest", "nonfinite")}
-            blocked.fill_allowed(out["allowed"])
-            RelativeRows.of(logits, blocked, work, out)
-            qualifying = (out["allowed"] >= 2) & (out["nonfinite"] == 0)
-            keep = blocked.zero_(work.second(logits).fill_(1)).mul_(qualifying[..., None])
-            packed = _packed(keep, work)
-            bits[items, heads, tile.rows, : packed.shape[-1]] = packed
-    return QualifyingEntries(bits, whole, tiled.index, tiled.weights)
-
-
-def _packed(keep_bHtk: Tensor, work: Workspace) -> Tensor:
-    """Return eight columns of ones and zeros as one byte each."""
-    columns = keep_bHtk.shape[-1]
-    width = -(-columns // _BITS)
-    padded = work.take(1, (*keep_bHtk.shape[:3], width * _BITS))
-    padded[..., columns:] = 0
-    padded[..., :columns] = keep_bHtk
-    powers = torch.arange(_BITS, device=keep_bHtk.device, dtype=keep_bHtk.dtype).exp2()
-    return torch.matmul(padded.unflatten(-1, (width, _BITS)), powers).to(torch.uint8)
+    bits = EntryBits(tiled)
+    wanted = Wanted.by(tiled.call, frozenset(), sampled=tiled.index is not None, gradients=False)
+    rows = RowValues(wanted.names(), tiled.call.shape, tiled.device, tiled.dtype)
+    fill_rows(rows, tiled, wanted, spaces, notes=[bits.note])
+    return bits.entries(rows, tiled, whole)
 
 
 def softmax_gradient_sums(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_monitor.entries import EntryBits, QualifyingEntries, VisibleKeys, first_visible, visible_keys
 from attn_monitor.gradients import check_gradient, pooled_gradients
 from attn_monitor.masking import finite_indicator
-from attn_monitor.passes import Wanted, fill_rows
+from attn_monitor.passes import Note, Wanted, fill_rows
 from attn_monitor.precision import known_finite
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
@@ -50,26 +51,69 @@ def attention_sums(
         return spaces.fitting(
             lambda shrink: _sums(
                 TiledCall.of(call, shrink).at_most(max_queries, generator), statistics, grad_output, spaces
-            )
+            )[0]
         )
 
 
+def softmax_sums(
+    call: AttentionCall,
+    statistics: frozenset[str],
+    max_queries: int | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    spaces: Workspaces | None = None,
+) -> tuple[AttentionSums, QualifyingEntries]:
+    """Return the sums of one attention call, and the entries that its gradients will need: in one look.
+
+    Args:
+        call: The call.
+        statistics: Names of the catalog.
+        max_queries: Look at so many random rows at most.
+        generator: For the choice of rows, on the CPU.
+        spaces: Memory to compute in, if there is some already.
+    """
+    spaces = spaces or Workspaces()
+
+    def compute(shrink: int) -> tuple[AttentionSums, QualifyingEntries]:
+        tiled = TiledCall.of(call, shrink).at_most(max_queries, generator)
+        bits = EntryBits(tiled)
+        sums, rows = _sums(tiled, statistics, None, spaces, bits)
+        return sums, bits.entries(rows, tiled, call.shape)
+
+    with undisturbed(call.query if call.logits is None else call.logits):
+        return spaces.fitting(compute)
+
+
 def _sums(
-    tiled: TiledCall, statistics: frozenset[str], grad_output: Tensor | None, spaces: Workspaces
-) -> AttentionSums:
+    tiled: TiledCall,
+    statistics: frozenset[str],
+    grad_output: Tensor | None,
+    spaces: Workspaces,
+    bits: EntryBits | None = None,
+) -> tuple[AttentionSums, RowValues]:
     sampled = tiled.index is not None
     wanted = Wanted.by(tiled.call, statistics, sampled=sampled, gradients=grad_output is not None)
     rows = RowValues(wanted.names(), tiled.call.shape, tiled.device, tiled.dtype, tiled.weights)
-    keys = torch.zeros((2, tiled.call.shape.heads), device=tiled.device, dtype=rows.dtype)
-    visible = _visible_keys(tiled) if wanted.keys or wanted.first_key else None
-    first = _first_visible(visible) if visible is not None and wanted.first_key else None
-    if visible is not None and wanted.keys:
-        keys = _key_squares(tiled, visible)
     if wanted.queries and tiled.call.query is not None:
         everything = rows.window(slice(None), slice(None), slice(None))
         for name, values in zip(("q_n", "q_sq"), _finite_squares(tiled.call.query.to(tiled.dtype)), strict=True):
             everything[name].copy_(values)
-    fill_rows(rows, tiled, wanted, spaces, first=first, grad_output=grad_output)
+    notes: list[Note] = [] if bits is None else [bits.note]
+    visible = visible_keys(tiled) if wanted.keys or wanted.first_key else None
+    gathered = VisibleKeys(tiled) if visible is None and (wanted.keys or wanted.first_key) else None
+    if gathered is not None and wanted.first_key:  # which must be known before anything is summed
+        for items, heads, part in tiled.parts():
+            for tile in part.tiles():
+                gathered.note(items, heads, tile, part.blocked(tile))
+        visible = gathered.keys()
+    elif gathered is not None:
+        notes.append(gathered.note)
+    first = first_visible(visible) if visible is not None and wanted.first_key else None
+    fill_rows(rows, tiled, wanted, spaces, first=first, grad_output=grad_output, notes=notes)
+    visible = gathered.keys() if visible is None and gathered is not None else visible
+    keys = torch.zeros((2, tiled.call.shape.heads), device=tiled.device, dtype=rows.dtype)
+    if visible is not None and wanted.keys:
+        keys = _key_squares(tiled, visible)
     facts = LayerFacts(
         measured=wanted.measured,
         approximate=wanted.measured if sampled else frozenset(),
@@ -78,32 +122,7 @@ def _sums(
         calls=1,
     )
     sums = _pooled(rows, tiled, wanted, keys, facts)
-    return sums if grad_output is None else sums.merge(pooled_gradients(rows, tiled))
-
-
-def _visible_keys(tiled: TiledCall) -> Tensor:
-    """Return True where some query of the head may see the key, [B, H, K]."""
-    shape, device = tiled.call.shape, tiled.device
-    if not tiled.call.masks and tiled.call.logits is None:
-        last = shape.keys if not tiled.call.is_causal else tiled.positions[-1] if shape.queries else -1
-        return (torch.arange(shape.keys, device=device) <= last).expand(shape.batch, shape.heads, shape.keys)
-    visible_BHK = torch.zeros((shape.batch, shape.heads, shape.keys), device=device, dtype=tiled.dtype)
-    for items, heads, part in tiled.parts():
-        for tile in part.tiles():
-            blocked = part.blocked(tile)
-            visible_BHK[items, heads, : blocked.start] = 1
-            seen = visible_BHK[items, heads, blocked.start : tile.columns]
-            seen.copy_(torch.maximum(seen, torch.as_tensor(blocked.visible(), device=device, dtype=seen.dtype)))
-    return visible_BHK > 0
-
-
-def _first_visible(visible_BHK: Tensor) -> Tensor:
-    """Return the first key that any query of any head may see, [B]; K if there is none."""
-    keys = visible_BHK.shape[2]
-    if not keys:
-        return torch.zeros(len(visible_BHK), device=visible_BHK.device, dtype=torch.long)
-    index = torch.arange(keys, device=visible_BHK.device)
-    return torch.where(visible_BHK.any(1), index, keys).amin(-1)
+    return sums if grad_output is None else sums.merge(pooled_gradients(rows, tiled)), rows
 
 
 def _key_squares(tiled: TiledCall, visible_BHK: Tensor) -> Tensor:

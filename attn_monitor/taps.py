@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from attn_monitor.capture.sighting import Sighting
+from attn_monitor.entries import QualifyingEntries
 from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
-from attn_monitor.softmax_gradients import QualifyingEntries, qualifying_entries, softmax_gradient_sums
+from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
 from attn_monitor.workspace import Workspaces
@@ -111,6 +112,7 @@ class GradientTaps:
         *,
         recomputed_later: bool,
         forward: bool = False,
+        entries: QualifyingEntries | None = None,
     ) -> None:
         """Hook the tensors of a call whose gradients are wanted.
 
@@ -121,10 +123,11 @@ class GradientTaps:
             out: The output of the kernel, or the probabilities.
             recomputed_later: Whether it is part of a checkpoint.
             forward: Whether the statistics of the forward pass are to be measured as well: see `can_wait`.
+            entries: The qualifying entries of a softmax, if they are known already.
         """
         slot = _Slot(record, site, sighting.canonical)
         if not recomputed_later:
-            self._fill(slot, self._payload(sighting))
+            self._fill(slot, entries or self._payload(sighting))
         if forward:
             slot.waiting = weakref.finalize(slot, self._forward, record, sighting.call, slot.versions)
             slot.waiting.atexit = False

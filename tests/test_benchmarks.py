@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -117,9 +118,24 @@ def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # -- what is made of the measurements ----------------------------------------------------------------------------------
 
 
-def test_every_way_gets_one_step_of_each_round_in_a_rotating_order() -> None:
-    order = ["".join(turns.whose(step, "abc") for step in range(first, first + 3)) for first in (0, 3, 6, 9)]
-    assert order == ["abc", "bca", "cab", "abc"]
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_every_way_has_every_place_once(count: int) -> None:
+    names = "abcdefghij"[:count]
+    rounds = [
+        "".join(turns.whose(first + place, names) for place in range(count)) for first in range(0, count**2, count)
+    ]
+    assert all(sorted(order) == list(names) for order in rounds)
+    assert all(sorted(place) == list(names) for place in zip(*rounds, strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 4, 10])
+def test_every_way_follows_every_other_one_once(count: int) -> None:
+    names = "abcdefghij"[:count]
+    rounds = [
+        "".join(turns.whose(first + place, names) for place in range(count)) for first in range(0, count**2, count)
+    ]
+    followed = [pair for order in rounds for pair in pairwise(order)]
+    assert sorted(followed) == sorted(permutations(names, 2))
 
 
 def test_warmup_is_not_counted() -> None:

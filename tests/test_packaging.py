@@ -79,6 +79,7 @@ ROOMS = {
         "gradients",
         "softmax_gradients",
         "passes",
+        "entries",
         "sums",
         "uncertainty",
         "metric",

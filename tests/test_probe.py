@@ -533,6 +533,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     if request.param == "forward":
         monkeypatch.setattr(collector_module, "attention_sums", fail)
+        monkeypatch.setattr(collector_module, "softmax_sums", fail)
         monkeypatch.setattr(taps_module, "attention_sums", fail)
     else:
         monkeypatch.setattr(taps_module, "attention_sums", fail)
@@ -559,6 +560,7 @@ def test_after_a_reset_a_failed_layer_is_tried_again(monkeypatch: pytest.MonkeyP
     probe = AttentionProbe(net)
     with monkeypatch.context() as patch:
         patch.setattr(collector_module, "attention_sums", lambda *_, **__: 1 / 0)
+        patch.setattr(collector_module, "softmax_sums", lambda *_, **__: 1 / 0)
         patch.setattr(taps_module, "attention_sums", lambda *_, **__: 1 / 0)
         with probe:
             net(x)

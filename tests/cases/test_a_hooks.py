@@ -686,6 +686,8 @@ def test_a23_an_error_or_a_value_of_ours_never_reaches_the_training(monkeypatch:
         raise ZeroDivisionError("the statistic is broken")
 
     monkeypatch.setattr(collector_module, "attention_sums", broken)
+
+    monkeypatch.setattr(collector_module, "softmax_sums", broken)
     monkeypatch.setattr(taps_module, "attention_sums", broken)
     trainer, (said,) = fit(watched, AttentionMonitor(), serve(data))
     assert trainer.global_step == 4

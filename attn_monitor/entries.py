@@ -1,0 +1,121 @@
+"""What is allowed, gathered over the tiles of a call: which keys any query may see, and which gradients count.
+
+Axes: B batch, H heads, Q queries, K keys; b batch items, t rows and k columns of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_monitor.masking import Blocked
+from attn_monitor.records import CallShape
+from attn_monitor.rows import RowValues
+from attn_monitor.tiles import Tile, TiledCall
+
+_BITS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QualifyingEntries:
+    """The entries whose gradients count: allowed ones of rows with at least two allowed keys, all of them finite.
+
+    They are kept from the forward to the backward pass, so one bit for each: a thirty-second of the logits.
+
+    Attributes:
+        bits: [B, H, Q, K / 8], eight keys to a byte.
+        shape: Of the call.
+        index: The rows that are looked at, as many as `bits` has; `None` for all.
+        weights: How many rows each of them stands for; `None` for one.
+    """
+
+    bits: Tensor
+    shape: CallShape
+    index: Tensor | None = None
+    weights: Tensor | None = None
+
+    @property
+    def looked_at(self) -> CallShape:
+        """The sizes of what is looked at."""
+        return self.shape._replace(queries=self.bits.shape[2])
+
+    def keep(self, items: slice, heads: slice, rows: slice) -> Tensor:
+        """Return 1 for the entries that count and 0 for the others, [b, H, t, K]."""
+        shifts = torch.arange(_BITS, device=self.bits.device, dtype=torch.uint8)
+        bits = self.bits[items, heads, rows, :, None].bitwise_right_shift(shifts).bitwise_and_(1)
+        return bits.flatten(-2)[..., : self.shape.keys]
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor [b, H, Q, K] that are looked at."""
+        return tensor if self.index is None else tensor.index_select(2, self.index)
+
+
+class EntryBits:
+    """Gathers the bits of `QualifyingEntries`, tile by tile."""
+
+    def __init__(self, tiled: TiledCall) -> None:
+        shape = tiled.call.shape
+        self._dtype = tiled.dtype
+        self._bits = torch.zeros((*shape[:3], -(-shape.keys // _BITS)), dtype=torch.uint8, device=tiled.device)
+
+    def note(self, items: slice, heads: slice, tile: Tile, blocked: Blocked) -> None:
+        """Take note of what a tile allows."""
+        rows = (1, 1, 1) if blocked.keep is None else blocked.keep.shape[:3]
+        width = -(-tile.columns // _BITS)
+        keep = torch.zeros((*rows, width * _BITS), dtype=self._dtype, device=self._bits.device)
+        keep[..., : blocked.start] = 1
+        if blocked.keep is not None:
+            keep[..., blocked.start : tile.columns] = blocked.keep
+        powers = torch.arange(_BITS, device=keep.device, dtype=keep.dtype).exp2()
+        packed = torch.matmul(keep.unflatten(-1, (width, _BITS)), powers).to(torch.uint8)
+        self._bits[items, heads, tile.rows, :width] = packed
+
+    def entries(self, rows: RowValues, tiled: TiledCall, whole: CallShape) -> QualifyingEntries:
+        """Return the entries of the rows that qualify.
+
+        Args:
+            rows: The rows, filled in.
+            tiled: The call, or the rows of it that were looked at.
+            whole: The sizes of the call.
+        """
+        bits = self._bits.mul_(rows.qualifying()[..., None])
+        return QualifyingEntries(bits, whole, tiled.index, tiled.weights)
+
+
+class VisibleKeys:
+    """Gathers which keys some query of the head may see, tile by tile."""
+
+    def __init__(self, tiled: TiledCall) -> None:
+        shape = tiled.call.shape
+        self._seen = torch.zeros((shape.batch, shape.heads, shape.keys), device=tiled.device, dtype=tiled.dtype)
+
+    def note(self, items: slice, heads: slice, tile: Tile, blocked: Blocked) -> None:
+        """Take note of what a tile allows."""
+        self._seen[items, heads, : blocked.start] = 1
+        seen = self._seen[items, heads, blocked.start : tile.columns]
+        visible = torch.as_tensor(blocked.visible(), device=seen.device, dtype=seen.dtype)
+        seen.copy_(torch.maximum(seen, visible))
+
+    def keys(self) -> Tensor:
+        """Return True for the visible keys, [B, H, K]."""
+        return self._seen > 0
+
+
+def visible_keys(tiled: TiledCall) -> Tensor | None:
+    """Return True where some query of the head may see the key, [B, H, K], or `None` where the tiles have to tell."""
+    shape = tiled.call.shape
+    if tiled.call.masks or tiled.call.logits is not None:
+        return None
+    last = shape.keys if not tiled.call.is_causal else tiled.positions[-1] if shape.queries else -1
+    return (torch.arange(shape.keys, device=tiled.device) <= last).expand(shape.batch, shape.heads, shape.keys)
+
+
+def first_visible(visible_BHK: Tensor) -> Tensor:
+    """Return the first key that any query of any head may see, [B]; K if there is none."""
+    keys = visible_BHK.shape[2]
+    if not keys:
+        return torch.zeros(len(visible_BHK), device=visible_BHK.device, dtype=torch.long)
+    index = torch.arange(keys, device=visible_BHK.device)
+    return torch.where(visible_BHK.any(1), index, keys).amin(-1)
