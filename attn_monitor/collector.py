@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,11 +19,13 @@ from attn_monitor.placement import Placement
 from attn_monitor.records import AttentionCall
 from attn_monitor.statistics import attention_sums, softmax_sums
 from attn_monitor.sums import AttentionSums
-from attn_monitor.taps import GradientTaps, can_wait, saving
+from attn_monitor.taps import ChangedInPlaceError, GradientTaps, can_wait, saving
 from attn_monitor.unseen import unseen
 from attn_monitor.workspace import Workspaces
 
 NO_BACKWARD = "gradients not measured: no backward pass reached it while the probe was attached"
+_MOST_FIRST_PASSES = 1000
+"""Calls without a graph that are remembered: more than any checkpointed step has, and a bound where there is none."""
 GradScale: TypeAlias = "float | Callable[[], float | Tensor]"
 
 
@@ -66,13 +69,16 @@ class Collector:
         self.sums: dict[str, AttentionSums] = {}
         self._order: dict[str, None] = {}
         self._skipped: dict[str, str] = {}
+        self._unmeasured: set[str] = set()
         self._lost: dict[str, str] = {}
         self._notes: dict[str, str] = {}
+        self._ungraded: dict[str, str] = {}
         self._tapped: dict[str, None] = {}  # in their order
         self._ended = False
         self.paths: dict[str, str] = {}
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
+        self._merging = threading.Lock()
         self._spaces = Workspaces()
         self._taps = GradientTaps(
             self._deliver,
@@ -87,14 +93,17 @@ class Collector:
     def skipped(self) -> dict[str, str]:
         """Attention that was seen and not measured, with the reason."""
         measured = {record.partition("@")[0].partition("#")[0] for record in self.sums}
-        found = {**{name: why for name, why in self._lost.items() if name not in measured}, **self._skipped}
+        shown = self.placement.shown_in  # the user has seen to what is in there
+        lost = {name: why for name, why in self._lost.items() if name not in measured}
+        hidden = shown & (self._unmeasured | lost.keys())
+        found = {name: why for name, why in {**lost, **self._skipped}.items() if name not in hidden}
         return {name: found[name] for name in (*self._order, *found) if name in found}
 
     @property
     def notes(self) -> dict[str, str]:
         """What to know about the numbers of a record."""
         late = {record: NO_BACKWARD for record in self._tapped if self._ended and not self._has_gradients(record)}
-        return {**late, **self._notes}
+        return {**late, **self._notes, **self._ungraded}
 
     def begin(self) -> None:
         """Prepare for the hooks of one attachment."""
@@ -107,10 +116,12 @@ class Collector:
 
     def end(self) -> None:
         """Let go of every tensor of the model."""
-        self.settle()
-        self._taps.remove()
-        self._spaces.clear()
-        self._ended = True
+        try:
+            self.settle()
+        finally:  # also where the user interrupts it
+            self._taps.remove()
+            self._spaces.clear()
+            self._ended = True
 
     def reset(self) -> None:
         """Forget what was collected; what was discovered stays."""
@@ -118,8 +129,10 @@ class Collector:
         self.sums.clear()
         self._order.clear()
         self._skipped.clear()
+        self._unmeasured.clear()
         self._lost.clear()
         self._notes.clear()
+        self._ungraded.clear()
         self._tapped.clear()
         self._first_pass.clear()
         self._unplaced.clear()
@@ -144,6 +157,7 @@ class Collector:
         name, owner = self.placement.owner()
         if self.placement.settled(owner) and (owner is None or self.placement.is_selected(owner)):
             self._skipped.setdefault(name, reason)
+            self._unmeasured.add(name)
 
     def lost(self, error: Exception) -> None:
         """Take note that scores in the running module can't be followed any further."""
@@ -171,6 +185,7 @@ class Collector:
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _take(self, record: str, site: CallSite, sighting: Sighting, out: Tensor | None) -> None:
+        self._try(record, self._taps.measure_dropped)
         self._try(record, lambda: self._measure(record, site, sighting, out))
 
     def _measure(self, record: str, site: CallSite, sighting: Sighting, out: Tensor | None) -> None:
@@ -182,7 +197,9 @@ class Collector:
             self._counts[record] = number + 1
             target = f"{record}@{number}"
             if not torch.is_grad_enabled():  # perhaps the first pass of a reentrant checkpoint
-                self._first_pass.setdefault(record, []).append((target, _fingerprint(sighting)))
+                first = self._first_pass.setdefault(record, [])
+                first.append((target, _fingerprint(sighting)))
+                del first[:-_MOST_FIRST_PASSES]
         elif self._per_call:
             target = _Unplaced(record, _fingerprint(sighting))
         tapped = self._gradients and sighting.differentiable and where != "recomputation"
@@ -223,8 +240,9 @@ class Collector:
     def _merge(self, record: str, sums: AttentionSums) -> None:
         if record.partition("@")[0] in self._skipped or record in self._skipped:
             return
-        before = self.sums.get(record)
-        self.sums[record] = sums if before is None else before.merge(sums)
+        with self._merging:
+            before = self.sums.get(record)
+            self.sums[record] = sums if before is None else before.merge(sums)
 
     def _deliver(self, record: Hashable, sums: AttentionSums) -> None:
         if sums.measured & GRADIENTS:
@@ -237,7 +255,9 @@ class Collector:
 
     def settle(self) -> None:
         """Measure what still waits and place what the backward pass could not. This may wait for the device."""
-        for lost in self._taps.finish():
+        with unseen():
+            lost_records = self._taps.finish()
+        for lost in lost_records:
             self._notes[str(lost)] = (
                 "gradients not measured: the checkpointed region was not recomputed where it is seen"
             )
@@ -249,6 +269,9 @@ class Collector:
         self._unplaced.clear()
         in_order = [name for name in self._order if name in self.sums]  # a backward pass delivers last layers first
         self.sums = {name: self.sums[name] for name in (*in_order, *self.sums)}
+        for name in self._ungraded.keys() & self.sums.keys():
+            sums = self.sums[name]
+            self.sums[name] = replace(sums, measured=sums.measured - GRADIENTS)
 
     def _first_pass_record(self, unplaced: _Unplaced) -> str:
         calls = self._first_pass.get(unplaced.record, [])
@@ -267,6 +290,9 @@ class Collector:
             self._fail(record, error)
 
     def _gradient_failed(self, record: Hashable, error: Exception) -> None:
+        if isinstance(error, ChangedInPlaceError) and isinstance(record, str) and record in self.sums:
+            self._ungraded[record] = f"gradients not measured: {error}"  # those of other calls would be half the truth
+            return
         self._fail(record.record if isinstance(record, _Unplaced) else str(record), error)
 
     def _fail(self, record: str, error: Exception) -> None:

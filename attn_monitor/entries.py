@@ -108,7 +108,7 @@ def visible_keys(tiled: TiledCall) -> Tensor | None:
     shape = tiled.call.shape
     if tiled.call.masks or tiled.call.logits is not None:
         return None
-    last = shape.keys if not tiled.call.is_causal else tiled.positions[-1] if shape.queries else -1
+    last = tiled.queries - 1 if tiled.call.is_causal or not tiled.queries else shape.keys
     return (torch.arange(shape.keys, device=tiled.device) <= last).expand(shape.batch, shape.heads, shape.keys)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import nn
 
 from attn_monitor.capture.coverage import unseen_attention
-from attn_monitor.capture.naming import CallSite, call_site, is_helper, is_selected
+from attn_monitor.capture.naming import CallSite, call_site, is_helper, is_selected, module_called_by_forward
 from attn_monitor.capture.ownership import in_backward
 
 
@@ -63,6 +63,11 @@ class Placement:
         while len(modules) > 1 and is_helper(modules[-1]):
             modules = modules[:-1]
         owner = modules[-1] if modules else None
+        inner = module_called_by_forward(owner, self._names)
+        if inner is not None:
+            if owner is not None:
+                self.places.add(owner)  # whose hooks are those that run
+            owner = inner
         return self._name(owner) or self._root, owner
 
     def is_selected(self, owner: nn.Module | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,11 @@ from attn_monitor.collector import Collector, GradScale
 from attn_monitor.metric import AttentionMetric
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.settings import check_flag, check_max_queries
+
+NOTHING_CALLED = (
+    "only parts of it were called, and no attention in them; call the module itself, not its forward method, which runs "
+    "without hooks"
+)
 
 
 class LayerStatistics(dict[str, AttentionStatistics]):
@@ -128,6 +134,7 @@ class AttentionProbe:
         self._refused: dict[str, str] = {}
         self._unseen: dict[str, str] = {}
         self._attached = False
+        self._idle = False
 
     def __enter__(self) -> Self:
         self.attach()
@@ -153,7 +160,7 @@ class AttentionProbe:
     @property
     def notes(self) -> Mapping[str, str]:
         """What to know about the numbers of a record."""
-        return dict(self._collector.notes)
+        return {**({self._root_name(): NOTHING_CALLED} if self._idle else {}), **self._collector.notes}
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -213,14 +220,17 @@ class AttentionProbe:
         if not self._attached:
             return
         self._attached = False
+        entered = self._tracker.entered
+        self._idle = bool(entered) and self._model not in entered | set(self._called) and not self._collector.sums
         news = not self._tracker.called <= set(self._called)
         self._called.update(self._tracker.called)
-        unwatch(self._collector)
-        self._tracker.detach()
-        self._collector.end()
-        self._mode.tags.clear()
-        remove_relays(self)
-        release_eager(self)
+        with ExitStack() as undo:  # each of them, whatever interrupts another; last in, first out
+            undo.callback(release_eager, self)
+            undo.callback(remove_relays, self)
+            undo.callback(self._mode.tags.clear)
+            undo.callback(self._collector.end)
+            undo.callback(self._tracker.detach)
+            undo.callback(unwatch, self._collector)
         if news and not self._placement.missed:  # else the next attachment discovers anew
             self._unseen = self._placement.silent_attention(self._called, self._refused)
 

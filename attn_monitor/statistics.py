@@ -114,9 +114,10 @@ def _sums(
     keys = torch.zeros((2, tiled.call.shape.heads), device=tiled.device, dtype=rows.dtype)
     if visible is not None and wanted.keys:
         keys = _key_squares(tiled, visible)
+    exact = frozenset({"k_rms"}) if gathered is None else frozenset()  # which keys are seen is known without rows
     facts = LayerFacts(
         measured=wanted.measured,
-        approximate=wanted.measured if sampled else frozenset(),
+        approximate=wanted.measured - exact if sampled else frozenset(),
         head_dim=tiled.call.head_dim if tiled.call.query is None else tiled.call.query.shape[-1],
         keys=tiled.call.shape.keys,
         calls=1,

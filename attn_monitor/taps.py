@@ -8,12 +8,14 @@ and made again during the backward pass. Keeping query, key and value in between
 the hook placed in the first pass is filled by the recomputation, last call first, as the backward pass needs them.
 
 One look at the logits of a fused kernel serves the statistics of both passes, so those of the forward pass wait for the
-backward pass where the graph keeps query and key alive anyway; if none comes, they are measured when the graph goes.
+backward pass where autograd keeps query and key anyway. If none comes, they are measured with the next call, or at the
+end: never where the graph is dropped, which may be anywhere.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -29,6 +31,7 @@ from attn_monitor.records import AttentionCall
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
+from attn_monitor.unseen import unseen
 from attn_monitor.workspace import Workspaces
 
 Saving: TypeAlias = Literal["graph", "checkpoint", "recomputation"]
@@ -46,6 +49,10 @@ def saving() -> Saving:
     return "checkpoint" if name.startswith("_checkpoint_hook") else "graph"
 
 
+class ChangedInPlaceError(RuntimeError):
+    """A tensor of a call is no longer what it was."""
+
+
 @dataclass(eq=False)
 class _Slot:
     """A hooked call: its record, what it still needs, and gradients that came before that was there.
@@ -56,7 +63,7 @@ class _Slot:
         canonical: Brings gradients into canonical axes.
         payload: What its gradients need; `None` until a recomputation brings it back.
         versions: Of the tensors in the payload, so that a change in place is noticed.
-        waiting: Measures the forward pass if the graph goes without a backward pass; `None` if it has been measured.
+        waiting: Queues the forward pass if the graph goes without a backward pass; `None` if it has been measured.
         handles: Of the hooks.
         early: Gradients that came before the payload.
     """
@@ -102,6 +109,7 @@ class GradientTaps:
         self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
         self._recomputed: dict[Hashable, list[Payload]] = {}
         self._waiting: dict[Hashable, list[_Slot]] = {}
+        self._dropped: deque[tuple[Hashable, AttentionCall, tuple[int, ...]]] = deque()
 
     def tap(
         self,
@@ -122,14 +130,15 @@ class GradientTaps:
             sighting: The call.
             out: The output of the kernel, or the probabilities.
             recomputed_later: Whether it is part of a checkpoint.
-            forward: Whether the statistics of the forward pass are to be measured as well: see `can_wait`.
+            forward: Whether the statistics of the forward pass are still to be measured: see `can_wait`.
             entries: The qualifying entries of a softmax, if they are known already.
         """
         slot = _Slot(record, site, sighting.canonical)
         if not recomputed_later:
             self._fill(slot, entries or self._payload(sighting))
         if forward:
-            slot.waiting = weakref.finalize(slot, self._forward, record, sighting.call, slot.versions)
+            # A graph may be dropped in any thread, at any allocation: nothing is done there but a note taken.
+            slot.waiting = weakref.finalize(slot, self._dropped.append, (record, sighting.call, slot.versions))
             slot.waiting.atexit = False
         if sighting.logits is None:
             tensors: list[tuple[Gradient, Tensor | None]] = [("output", out)]
@@ -150,6 +159,7 @@ class GradientTaps:
             if slot.waiting is not None:
                 slot.waiting()  # once: from now on it is dead
                 slot.waiting = None
+        self.measure_dropped()
         for site in list(self._waiting):
             self._resolve(site)
         lost = [slot.record for slots in self._waiting.values() for slot in slots]
@@ -158,7 +168,7 @@ class GradientTaps:
         return lost
 
     def remove(self) -> None:
-        """Remove every hook and let go of every tensor."""
+        """Remove every hook and let go of every tensor; what still waits is never measured."""
         for slot in list(self._slots):
             for handle in slot.handles:
                 handle.remove()
@@ -169,6 +179,20 @@ class GradientTaps:
         self._slots.clear()
         self._waiting.clear()
         self._recomputed.clear()
+        self._dropped.clear()
+
+    def measure_dropped(self) -> None:
+        """Measure the forward passes whose graphs are gone."""
+        while self._dropped:
+            try:
+                record, call, versions = self._dropped.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                _check_unchanged(call, versions)
+                self._deliver(record, attention_sums(call, self._statistics, *self._sample, spaces=self._spaces))
+            except Exception as error:
+                self._failed(record, error)
 
     def _payload(self, sighting: Sighting) -> Payload:
         if sighting.logits is None:
@@ -178,19 +202,24 @@ class GradientTaps:
     def received(self, slot: _Slot, kind: Gradient, gradient: Tensor) -> None:
         """Take a gradient, in the backward pass."""
         try:
-            self._resolve(slot.site)
-            if slot.payload is None and (stack := self._recomputed.get(slot.site)):
-                self._fill(slot, stack.pop())
-            if slot.payload is not None:
-                self._measure(slot, kind, gradient)
-                return
-            # The hook of a region's last operation runs before that region is recomputed.
-            slot.early.append((kind, gradient))
-            waiting = self._waiting.setdefault(slot.site, [])
-            if slot not in waiting:
-                waiting.append(slot)
+            with unseen():
+                self.measure_dropped()
+                self._receive(slot, kind, gradient)
         except Exception as error:
             self._failed(slot.record, error)
+
+    def _receive(self, slot: _Slot, kind: Gradient, gradient: Tensor) -> None:
+        self._resolve(slot.site)
+        if slot.payload is None and (stack := self._recomputed.get(slot.site)):
+            self._fill(slot, stack.pop())
+        if slot.payload is not None:
+            self._measure(slot, kind, gradient)
+            return
+        # The hook of a region's last operation runs before that region is recomputed.
+        slot.early.append((kind, gradient))
+        waiting = self._waiting.setdefault(slot.site, [])
+        if slot not in waiting:
+            waiting.append(slot)
 
     def _resolve(self, site: Hashable) -> None:
         stack = self._recomputed.get(site)
@@ -223,20 +252,10 @@ class GradientTaps:
             sums = attention_gradient_sums(call, gradient, *self._sample, spaces=self._spaces)
         self._deliver(slot.record, sums)
 
-    def _forward(self, record: Hashable, call: AttentionCall, versions: tuple[int, ...]) -> None:
-        """Measure a call that no gradient has reached."""
-        try:
-            _check_unchanged(call, versions)
-            self._deliver(record, attention_sums(call, self._statistics, *self._sample, spaces=self._spaces))
-        except Exception as error:
-            self._failed(record, error)
-
 
 def can_wait(sighting: Sighting, out: Tensor | None) -> bool:
-    """Tell whether the graph of a call keeps what its statistics need, so that they can wait for the gradients."""
-    call = sighting.call
-    fused = sighting.logits is None and sighting.make is None and call.value is not None
-    return fused and out is not None and out.requires_grad and all(not t.is_inference() for t in _tensors(call))
+    """Tell whether autograd keeps what the statistics of a call need, so that they can wait for the gradients."""
+    return sighting.kept and sighting.logits is None and out is not None and out.requires_grad
 
 
 def _tensors(call: AttentionCall) -> list[Tensor]:
@@ -254,7 +273,7 @@ def _versions(payload: Payload) -> tuple[int, ...]:
 
 def _check_unchanged(payload: Payload, versions: tuple[int, ...]) -> None:
     if _versions(payload) != versions:
-        raise RuntimeError("Query, key, value or mask was changed in place before the backward pass.")
+        raise ChangedInPlaceError("query, key, value or mask was changed in place after the call, too early to measure")
 
 
 class _Hook:

@@ -87,6 +87,7 @@ def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink
         shape: The sizes of the call.
         groups: The number of key heads: the query heads of one are not torn apart.
         is_causal: Whether columns are left out where a tile has few rows.
+        queries: How many queries the whole call has.
         shrink: By how much tiles are made smaller, where memory is scarce.
     """
     keys, elements = max(1, shape.keys), max(1, TILE_ELEMENTS // shrink)
@@ -132,6 +133,7 @@ class TiledCall:
     call: AttentionCall
     positions: Sequence[int]
     dtype: torch.dtype
+    queries: int
     shrink: int = 1
     index: Tensor | None = None
     weights: Tensor | None = None
@@ -144,7 +146,7 @@ class TiledCall:
         given = [tensor for tensor in (call.query, call.key, call.logits) if tensor is not None]
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
         call = replace(call, masks=tuple(four_axes(mask) for mask in call.masks))
-        return cls(call, range(call.shape.queries), dtype, shrink)
+        return cls(call, range(call.shape.queries), dtype, call.shape.queries, shrink)
 
     @property
     def device(self) -> torch.device:

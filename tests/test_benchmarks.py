@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import alone, growth, memory, page, steps, turns
+from tests.benchmarks import growth, looks, memory, page, steps, turns
 from tests.benchmarks.exact import exact_statistics
 from tests.benchmarks.sizes import FULL, QUICK
 from tests.models import LIGHTNING_ADVICE
@@ -66,9 +66,11 @@ def test_steps_have_a_row_for_every_way(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_statistics_alone_have_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     rows = measured_quickly("alone", capsys)
-    assert len(rows) == len(alone.cases(QUICK)) == 2 * (1 + len(QUICK.lengths))
-    for cells in rows.values():
-        assert all(is_ratio(cell) for cell in cells[:5])
+    assert len(rows) == len(looks.cases(QUICK)) == 2 * (1 + len(QUICK.lengths))
+    for shape, cells in rows.items():
+        long = f" {QUICK.lengths[-1]}" in shape
+        assert cells[2] == page.NONE if long else is_ratio(cells[2])
+        assert all(is_ratio(cell) for cell in (*cells[:2], *cells[3:5]))
         assert all(is_memory(cell) for cell in cells[5:7])
         assert float(cells[7]) < 1e-5
 
@@ -118,12 +120,16 @@ def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # -- what is made of the measurements ----------------------------------------------------------------------------------
 
 
+def rounds_of(names: str) -> list[str]:
+    """Return as many rounds as there are names, each as the names in their order."""
+    order = "".join(turns.whose(step, names) for step in range(len(names) ** 2))
+    return [order[first : first + len(names)] for first in range(0, len(order), len(names))]
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
 def test_every_way_has_every_place_once(count: int) -> None:
     names = "abcdefghij"[:count]
-    rounds = [
-        "".join(turns.whose(first + place, names) for place in range(count)) for first in range(0, count**2, count)
-    ]
+    rounds = rounds_of(names)
     assert all(sorted(order) == list(names) for order in rounds)
     assert all(sorted(place) == list(names) for place in zip(*rounds, strict=True))
 
@@ -131,9 +137,7 @@ def test_every_way_has_every_place_once(count: int) -> None:
 @pytest.mark.parametrize("count", [2, 4, 10])
 def test_every_way_follows_every_other_one_once(count: int) -> None:
     names = "abcdefghij"[:count]
-    rounds = [
-        "".join(turns.whose(first + place, names) for place in range(count)) for first in range(0, count**2, count)
-    ]
+    rounds = rounds_of(names)
     followed = [pair for order in rounds for pair in pairwise(order)]
     assert sorted(followed) == sorted(permutations(names, 2))
 
@@ -151,8 +155,8 @@ def test_warmup_is_not_counted() -> None:
             self.stops += 1
             return self.stops
 
-    measured = turns.interleaved({"a": int, "b": int}, 2, warmup=1, meter=Count())
-    assert measured == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+    measured = turns.interleaved({"a": int, "b": int}, 2, warmup=1, meters=[Count(), Count()])
+    assert measured == [{"a": [4.0, 5.0], "b": [3.0, 6.0]}] * 2
 
 
 def test_values_are_compared_with_those_of_their_round() -> None:
@@ -180,7 +184,7 @@ def test_growth_is_told_from_first_to_last() -> None:
 
 
 def test_long_cases_are_measured_at_least_twice_and_short_ones_more_often() -> None:
-    rounds = [case.rounds(FULL.rounds) for case in alone.cases(FULL) if case.batch == 1 and case.causal]
+    rounds = [case.rounds(FULL.rounds) for case in looks.cases(FULL) if case.batch == 1 and case.causal]
     assert rounds == sorted(rounds, reverse=True)
     assert rounds[-1] == 2
 
@@ -198,7 +202,7 @@ def test_the_tiled_reference_agrees_with_the_dense_one(
     found = exact_statistics(query, key, value, grad_output, causal=causal)
     wanted = attention_reference(query, key, is_causal=causal)
     wanted |= gradient_reference(query, key, value, grad_output, is_causal=causal)
-    assert found.keys() == alone.FULL_SET
+    assert found.keys() == looks.FULL_SET
     for name, values in found.items():
         torch.testing.assert_close(values, wanted[name], rtol=1e-12, atol=0, msg=name)
 
@@ -213,5 +217,5 @@ def test_a_peak_is_seen_after_it_is_gone() -> None:
 
 def test_a_system_that_keeps_no_peak_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "RESET", tmp_path / "no" / "clear_refs")
-    assert memory.in_fresh_process("steps", quick=True) is None
+    assert memory.in_fresh_process("steps", 2, quick=True) is None
     assert page.mebibytes(None) == page.NOT_MEASURED

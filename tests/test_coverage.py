@@ -325,3 +325,83 @@ def test_where_no_gradient_was_to_come_nothing_is_told() -> None:
     with AttentionProbe(model) as probe:
         model(x)
     assert probe.notes == {}
+
+
+class Scaled(nn.Module):
+    """Fused attention of its own, with weights of some size."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        with torch.no_grad():
+            self.qkv.weight.mul_(gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class CallsForward(nn.Module):
+    """Calls its blocks without their hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), Scaled(gain=5.0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+def test_blocks_called_by_forward_are_told_apart() -> None:
+    model, x = CallsForward(), torch.randn(2, 5, 12)
+    alone, inner = [], x
+    for block in model.blocks:
+        with AttentionProbe(block, gradients=False) as single:
+            inner = block(inner)
+        alone.append(single.compute()["Scaled"])
+    probe = AttentionProbe(model)
+    for _ in range(3):  # the discovery, and later on
+        with probe:
+            model(x).sum().backward()
+        stats = probe.compute()
+        assert list(stats) == ["blocks.0", "blocks.1"]
+        for name, one in zip(stats, alone, strict=True):
+            torch.testing.assert_close(stats[name].logit_std, one.logit_std)
+            assert stats[name].grad_logits_norm is not None
+        probe.reset()
+    with AttentionProbe(model, modules="blocks.1") as chosen:
+        model(x)
+    assert list(chosen.compute()) == ["blocks.1"]
+
+
+def test_a_root_called_by_forward_is_told() -> None:
+    model = Scaled()
+    with AttentionProbe(model) as probe:
+        model.forward(torch.randn(2, 5, 12))
+    assert dict(probe.compute()) == {}
+    assert "call the module itself, not its forward method" in probe.notes["Scaled"]
+    with probe:
+        model(torch.randn(2, 5, 12))
+    assert "Scaled" not in probe.notes or "forward method" not in probe.notes["Scaled"]
+
+
+def test_what_the_user_shows_is_not_called_unmeasured() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(12, 36)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+            scores = q @ k.mT / 2
+            observe_logits("shown", scores, head_dim=4)
+            weights = scores.exp()
+            return (weights / weights.sum(-1, keepdim=True)) @ v
+
+    model = ByHand()
+    with AttentionProbe(model) as probe:
+        model(torch.randn(2, 5, 12)).sum().backward()
+    assert list(probe.compute()) == ["shown"]
+    assert dict(probe.skipped) == {}

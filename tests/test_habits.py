@@ -199,7 +199,7 @@ def test_a_frozen_layer_has_statistics_and_no_gradients_unless_some_flow_through
         torch.testing.assert_close(stats[name].grad_logits_norm, trained[name].grad_logits_norm)
 
 
-def test_forward_called_by_its_name_belongs_to_the_caller(x: Tensor) -> None:
+def test_forward_called_by_its_name_belongs_to_its_module(x: Tensor) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,10 +211,10 @@ def test_forward_called_by_its_name_belongs_to_the_caller(x: Tensor) -> None:
 
     model = Outer()
     stats = measure(model, x)
-    assert list(stats) == ["Outer"]
+    assert list(stats) == ["inner"]
     q, k, v = split_heads(model.inner.qkv(x))
     gradient = 2 * model(x).detach().unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    assert_matches(stats["Outer"], expected([q, k, v], gradient))
+    assert_matches(stats["inner"], expected([q, k, v], gradient))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

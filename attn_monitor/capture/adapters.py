@@ -78,7 +78,10 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
     call = replace(call, query_scale=query_scale, key_scale=key_scale)
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return Sighting(call=call, logits=None, canonical=fold, differentiable=differentiable, note=note, path="sdpa")
+    kept = mask is None and all(x.grad_fn is not None and x._version == 0 for x in (query, key, value))
+    return Sighting(
+        call=call, logits=None, canonical=fold, differentiable=differentiable, note=note, path="sdpa", kept=kept
+    )
 
 
 def _widened(tensors: tuple[Tensor, Tensor, Tensor], *, grouped: bool) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -45,10 +45,16 @@ def view(tags: TagStore, step: Step) -> None:
         layouts = [fresh(out.shape) for out in outs]
     else:
         layouts = _moved_quickly(step, tag.layout, outs) or [moved(tag.layout, part) for part in run(proxy(shape))]
-    masks = [run(mask.expand(shape)) for mask in tag.masks]
+    masks = [run(mask.expand(shape)) for mask in tag.masks if _expands(mask, shape)]
     shifts = run(tag.shift.expand(shape)) if tag.shift is not None else [None] * len(outs)
     for i, (out, layout) in enumerate(zip(outs, layouts, strict=True)):
         tags.carry(tag, out, layout, masks=tuple(parts[i] for parts in masks), shift=shifts[i])
+
+
+def _expands(mask: Tensor, shape: Sequence[int]) -> bool:
+    """Tell whether a mask fits: one that was carried along from scores to what is none any more need not."""
+    sizes = list(zip(reversed(mask.shape), reversed(shape), strict=False))
+    return mask.dim() <= len(shape) and all(size in {1, whole} for size, whole in sizes)
 
 
 def _moved_quickly(step: Step, layout: Layout, outs: list[Tensor]) -> list[Layout] | None:

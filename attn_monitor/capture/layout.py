@@ -28,6 +28,7 @@ class Axis:
         role: The side of a product whose free axis it is.
         cut: The axis whose outer (0) or inner (1) half it is: together the halves are that axis again.
         channels: Whether it was made by a weight: a softmax over it is a router's or a classifier's.
+        stride: How many entries of the parent are from one of its own to the next.
     """
 
     size: int
@@ -35,10 +36,13 @@ class Axis:
     role: Role | None = None
     cut: tuple[Axis, int] | None = None
     channels: bool = False
+    stride: int = 1
 
     def resized(self, size: int) -> Axis:
         """Return the axis that remains of this one after slicing or concatenation."""
-        return self if size == self.size else Axis(size, self.parent, self.role, channels=self.channels)
+        if size == self.size:
+            return self
+        return Axis(size, self.parent, self.role, channels=self.channels, stride=self.stride)
 
 
 Layout: TypeAlias = tuple[tuple[Axis, ...], ...]
@@ -57,7 +61,10 @@ def sizes(layout: Layout) -> tuple[int, ...]:
 def settled(layout: Layout) -> Layout:
     """Return the layout of a product that becomes the factor of another: what its axes were to the first is over."""
     return tuple(
-        tuple(axis if axis.role is None else Axis(axis.size, axis.parent, channels=axis.channels) for axis in dim)
+        tuple(
+            axis if axis.role is None else Axis(axis.size, axis.parent, channels=axis.channels, stride=axis.stride)
+            for axis in dim
+        )
         for dim in layout
     )
 
@@ -99,8 +106,9 @@ def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
             elif axis.size % missing == 0:
                 # A second split of the same axis yields siblings of the first: they share the outermost parent.
                 parent = axis.parent or axis
-                dim.append(Axis(missing, parent, axis.role, (axis, 0), axis.channels))
-                remaining.insert(0, Axis(axis.size // missing, parent, axis.role, (axis, 1), axis.channels))
+                inner = axis.size // missing
+                dim.append(Axis(missing, parent, axis.role, (axis, 0), axis.channels, axis.stride * inner))
+                remaining.insert(0, Axis(inner, parent, axis.role, (axis, 1), axis.channels, axis.stride))
                 missing = 1
             else:
                 return None

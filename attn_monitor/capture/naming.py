@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import FrameType
 from typing import TypeAlias
 
@@ -82,6 +82,23 @@ def is_helper(module: nn.Module) -> bool:
     bare = next(module.parameters(), None) is None and next(module.children(), None) is None
     name = type(module).__name__
     return bare and _HELPER.search(name) is not None and "att" not in name.lower()
+
+
+def module_called_by_forward(owner: nn.Module | None, known: Container[nn.Module]) -> nn.Module | None:
+    """Return the innermost known module whose `forward` is running inside that of `owner`, called without its hooks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_call_impl" and frame.f_locals.get("self") is owner:
+            return None
+        if code.co_name == "forward" and code.co_varnames:
+            module = frame.f_locals.get(code.co_varnames[0])
+            if module is owner:
+                return None
+            if isinstance(module, nn.Module) and module in known and not is_helper(module):
+                return module
+        frame = frame.f_back
+    return None
 
 
 def call_site(owner: nn.Module | None) -> CallSite:

@@ -183,6 +183,7 @@ class ModuleTracker:
         self._entry_points: list[_EntryPoint] = []
         self._parts: dict[nn.Module, list[nn.Module]] = {}
         self.called: set[nn.Module] = set()
+        self.entered: set[nn.Module] = set()
         self.refused: dict[nn.Module, str] = {}
 
     def attach(self, modules: Iterable[nn.Module], root: nn.Module, methods: Iterable[str] = ()) -> None:
@@ -219,6 +220,7 @@ class ModuleTracker:
         self._running.frames.clear()
         self._leave_mode()
         self.called.clear()
+        self.entered.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -245,6 +247,7 @@ class ModuleTracker:
 
     def enter(self, module: nn.Module) -> None:
         """Note that a module starts."""
+        self.entered.add(module)
         if not self._running.frames and not in_backward():
             self._on_start()
         # Asked of torch and not remembered: torch takes the mode away while a backward pass runs, and a forward

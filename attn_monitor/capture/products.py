@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from attn_monitor.capture.layout import Axis, Layout, Role
+from attn_monitor.capture.heads import find_heads, free_axes, is_batch, shared_axes, side_of, with_heads_of_its_own
+from attn_monitor.capture.layout import Axis, Layout
 
 Number: TypeAlias = "float | Tensor"
 Dims: TypeAlias = "tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]"
@@ -85,7 +86,8 @@ class Product:
         right: The second factor.
         left_dims: A letter per dimension of `left`; alike for `right_dims` and `out_dims`.
         shared: By letter, the axes of the dimensions both factors and the product have, in the order of the product.
-        heads: Those of them that are heads.
+        free: By letter, the axes of the dimensions only one factor and the product have, in the order of the factors.
+        heads: Those of all these that are heads, outermost first.
         heads_known: False if nothing told which axis the heads are, so that all are pooled as one.
         scales: What `left` and `right` had been multiplied with.
         weights: Whether `left` and `right` are weights, not activations.
@@ -98,6 +100,7 @@ class Product:
     right_dims: tuple[str, ...]
     out_dims: tuple[str, ...]
     shared: dict[str, tuple[Axis, ...]]
+    free: dict[str, tuple[Axis, ...]]
     heads: tuple[Axis, ...]
     heads_known: bool
     scales: tuple[Scale, Scale]
@@ -168,35 +171,22 @@ def multiply(
     right_sizes = dict(zip(right_dims, right.shape, strict=True))
 
     contracted = [dim for dim in left_dims if dim in right_axes and dim not in out_dims]
-    parents = {
-        id(axis.parent) for dim in contracted for axis in (*left_axes[dim], *right_axes[dim]) if axis.parent is not None
+    sides = (
+        side_of("left", left_axes, right_dims, out_dims, weight=weights[0]),
+        side_of("right", right_axes, left_dims, out_dims, weight=weights[1]),
+    )
+    alone = with_heads_of_its_own(sides)
+    shared = {
+        dim: shared_axes(left_axes.get(dim, ()), right_axes.get(dim, ()), sides)
+        for dim in out_dims
+        if is_batch(dim) or (dim in left_axes and dim in right_axes)
     }
-    # Two free dimensions of a weight, as in a projection straight into heads, are one embedding split in two.
-    parent = [
-        Axis(math.prod(sizes[d] for d in own if d not in other)) if is_weight else None
-        for own, other, sizes, is_weight in (
-            (left_axes, right_axes, left_sizes, weights[0]),
-            (right_axes, left_axes, right_sizes, weights[1]),
-        )
-    ]
-    layout: list[tuple[Axis, ...]] = []
-    shared: dict[str, tuple[Axis, ...]] = {}
-    for dim in out_dims:
-        batch = dim in left_axes and dim in right_axes
-        # A matmul broadcasts, so a leading dimension may be missing in one factor and is still a batch dimension.
-        if batch or dim.startswith(("b0", "b1", "b2", "b3", "b4", ".")):
-            axes = _shared_axes(left_axes.get(dim, ()), right_axes.get(dim, ()), parents)
-            shared[dim] = axes
-            layout.append(axes)
-        else:
-            role: Role = "left" if dim in left_axes else "right"
-            size = (left_sizes if role == "left" else right_sizes)[dim]
-            layout.append((Axis(size, parent[0 if role == "left" else 1], role),))
-
-    heads = _sibling_heads(list(shared.values()), parents)
-    known = True
-    if not heads:
-        heads, known = _guess_heads(list(shared.values()), [right_sizes.get(dim, 1) for dim in shared])
+    free: dict[str, tuple[Axis, ...]] = {}
+    for side, sizes in zip(sides, (left_sizes, right_sizes), strict=True):
+        # Two free dimensions of a weight, as in a projection straight into heads, are one embedding split in two.
+        parent = Axis(math.prod(sizes[dim] for dim in side.free)) if side.weight else None
+        free |= {dim: free_axes(side, dim, sizes[dim], parent, split=side is alone) for dim in side.free}
+    heads, known = find_heads(shared, free, sides, alone, right_sizes)
     product = Product(
         left=left,
         right=right,
@@ -204,52 +194,22 @@ def multiply(
         right_dims=right_dims,
         out_dims=out_dims,
         shared=shared,
+        free=free,
         heads=heads,
         heads_known=known,
-        scales=(_along(scales[0], left_axes, shared), _along(scales[1], right_axes, shared)),
+        scales=(_along(scales[0], left_axes, shared | free), _along(scales[1], right_axes, shared | free)),
         weights=weights,
         depth=math.prod(left_sizes[dim] for dim in contracted),
     )
-    return product, tuple(layout)
+    return product, tuple((shared | free)[dim] for dim in out_dims)
 
 
-def _along(scale: Scale, own: dict[str, tuple[Axis, ...]], shared: dict[str, tuple[Axis, ...]]) -> Scale:
+def _along(scale: Scale, own: dict[str, tuple[Axis, ...]], made: dict[str, tuple[Axis, ...]]) -> Scale:
     """Return the scale of a factor along the axis of the product that its own axis has become."""
     if scale.axis is None:
         return scale
     for dim, axes in own.items():
-        for mine, common in zip(axes, shared.get(dim, ()), strict=False):
-            if mine is scale.axis and mine.size == common.size and len(axes) == len(shared[dim]):
+        for mine, common in zip(axes, made.get(dim, ()), strict=False):
+            if mine is scale.axis and mine.size == common.size and len(axes) == len(made[dim]):
                 return scale._replace(axis=common)
     return scale
-
-
-def _shared_axes(left: tuple[Axis, ...], right: tuple[Axis, ...], parents: set[int]) -> tuple[Axis, ...]:
-    """Return the axes of a dimension both factors have: the left one's unless it is broadcast or knows less."""
-    lengths = [math.prod(axis.size for axis in axes) for axes in (left, right)]
-    if lengths[0] == 1:
-        return right or left
-    siblings = [any(axis.parent is not None and id(axis.parent) in parents for axis in axes) for axes in (left, right)]
-    return right if lengths[0] == lengths[1] and siblings == [False, True] else left
-
-
-def _sibling_heads(shared: list[tuple[Axis, ...]], parents: set[int]) -> tuple[Axis, ...]:
-    """Return the axes that were split off together with the contracted one.
-
-    In the first dimension they may be folded into the batch; in a later one, what is with them is heads too.
-    """
-    heads: list[Axis] = []
-    for i, axes in enumerate(shared):
-        siblings = [axis for axis in axes if axis.parent is not None and id(axis.parent) in parents]
-        heads += axes if siblings and i > 0 else siblings
-    return tuple(heads)
-
-
-def _guess_heads(shared: list[tuple[Axis, ...]], right_sizes: list[int]) -> tuple[tuple[Axis, ...], bool]:
-    """Choose the head axes where no axis is a sibling of the contracted one."""
-    if len(shared) >= 2:
-        # Grouped queries against a broadcast key head: the heads are (key head, group).
-        grouped = len(shared) >= 3 and right_sizes[-1] == 1
-        return tuple(axis for axes in shared[-2 if grouped else -1 :] for axis in axes), True
-    # Of what is folded into one dimension nothing tells heads from frames or windows.
-    return (), False

@@ -28,6 +28,8 @@ class Sighting:
         note: What the user should know about the numbers.
         path: By what the attention is computed.
         make: Makes the call again; given where keeping it for the backward pass would cost memory.
+        kept: Whether autograd keeps query and key as they are for the backward pass of a kernel: results of this
+            forward pass, with no mask beside them, to which nothing has been written.
     """
 
     call: AttentionCall
@@ -37,6 +39,7 @@ class Sighting:
     note: str = ""
     path: str = ""
     make: Callable[[], AttentionCall] | None = None
+    kept: bool = False
 
 
 class Sink(Protocol):

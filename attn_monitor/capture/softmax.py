@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.adapters import POOLED_HEADS, check_measurable
+from attn_monitor.capture.factors import canonical_factors
 from attn_monitor.capture.layout import Axis
 from attn_monitor.capture.products import Product
 from attn_monitor.capture.sighting import Sighting
@@ -37,6 +38,13 @@ class _Arrangement:
     parts: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
     axes: tuple[Axis | None, ...]
+
+    @property
+    def pooled(self) -> bool:
+        """Whether there may be heads that nothing told from batch or queries."""
+        lengths = [length for lengths in self.parts for length in lengths]
+        batch, rows = ([i for i in self.groups[n] if lengths[i] != 1] for n in (0, 2))
+        return not self.groups[1] and (len(batch) > 0 or len(rows) > 1)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Bring a tensor that broadcasts to the softmax input into axes that broadcast to [B, H, Q, K]."""
@@ -88,14 +96,18 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     sink = tag.sink if tag.sink is not None and tag.layout[dim] == (tag.sink.axis,) else None
     keys = _keys_only(dim, sink)
     arrangement, swapped = _arrange(keys(given), tag, product, dim)
-    query, key = _factors(product, arrangement, swapped=swapped)
-    heads = [axis for i in arrangement.groups[1] if (axis := arrangement.axes[i]) is not None]
+    logits_BHQK = arrangement(keys(given))
+    batch, heads = (
+        [axis for i in group if (axis := arrangement.axes[i]) is not None] for group in arrangement.groups[:2]
+    )
+    lengths = logits_BHQK.shape[2], logits_BHQK.shape[3]
+    query, key = canonical_factors(product, batch, heads, lengths, swapped=swapped)
     scales = [scale.of_factor(heads) for scale in product.scales]
     scale = tag.scale.of_scores(heads)
     call = AttentionCall(
         query=query,
         key=key,
-        logits=arrangement(keys(given)),
+        logits=logits_BHQK,
         masks=_with_sum([arrangement(keys(mask.detach(), given.dim())) for mask in tag.masks]),
         sinks=_sink_per_head(given, dim, sink, arrangement) if sink is not None else None,
         scale=scale,
@@ -104,7 +116,7 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         plain=tag.plain,
         head_dim=product.depth,
     )
-    notes = [POOLED_HEADS] if logits.dim() == 3 and not product.heads_known else []
+    notes = [POOLED_HEADS] if arrangement.pooled else []
     notes += [UNKNOWN_SCALE] if scale is None else []
     differentiable = torch.is_grad_enabled() and logits.requires_grad
 
@@ -160,72 +172,25 @@ def _arrange(logits: Tensor, tag: Tag, product: Product, dim: int) -> tuple[_Arr
         axes.extend(found)
     role = next((axis.role for i in keys if (axis := axes[i]) is not None and axis.role is not None), None)
     others = [i for i in range(len(axes)) if i not in keys]
+    heads = [i for i in others if any(axes[i] is head for head in product.heads)]
     if role is not None:
-        rows = [i for i in others if (axis := axes[i]) is not None and axis.role not in (None, role)]
-        heads = [i for i in others if any(axes[i] is head for head in product.heads)]
+        rows = [i for i in others if i not in heads and (axis := axes[i]) is not None and axis.role not in (None, role)]
     else:
-        heads = [i for i in others if any(axes[i] is head for head in product.heads)]
         if not heads and len(axes) >= 4:
             heads = others[-2:-1]
         rows = [i for i in others if i not in heads][-1:]
     batch = [i for i in others if i not in rows and i not in heads]
-    order = {id(axis): n for n, axis in enumerate(a for shared in product.shared.values() for a in shared)}
-    batch.sort(key=lambda i: order.get(id(axes[i]), -1))
-    heads.sort(key=lambda i: order.get(id(axes[i]), -1))
-    groups = (tuple(batch), tuple(heads), tuple(rows), tuple(keys))
+    free = list(product.free.values())
+    groups = (
+        _ordered(batch, axes, list(product.shared.values())),
+        _ordered(heads, axes, [product.heads]),
+        _ordered(rows, axes, free),
+        _ordered(keys, axes, free),
+    )
     return _Arrangement(tuple(parts), groups, tuple(axes)), role == "left"
 
 
-def _factors(product: Product, arrangement: _Arrangement, *, swapped: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return query [B, H, Q, D] and key [B, H, K, D], `None` where they no longer fit the logits."""
-    if product.left is None or product.right is None:
-        return None, None
-    batch, heads, rows, keys = arrangement.groups
-    lengths = [length for lengths in arrangement.parts for length in lengths]
-    ordered = [axis for i in (*batch, *heads) if (axis := arrangement.axes[i]) is not None and axis.size != 1]
-    shared = [axis for axes in product.shared.values() for axis in axes if axis.size != 1]
-    if {id(axis) for axis in ordered} != {id(axis) for axis in shared}:
-        return None, None
-    left = _canonical_factor(product.left, product.left_dims, product, ordered, product.heads)
-    right = _canonical_factor(product.right, product.right_dims, product, ordered, product.heads)
-    query, key = (right, left) if swapped else (left, right)
-    if query.shape[2] != math.prod(lengths[i] for i in rows) or key.shape[2] != math.prod(lengths[i] for i in keys):
-        return None, None
-    return query, key
-
-
-def _canonical_factor(
-    tensor: Tensor, dims: tuple[str, ...], product: Product, ordered: Sequence[Axis], heads: Sequence[Axis]
-) -> Tensor:
-    """Bring a factor of the product into [B, H, rows, D]."""
-    tensor = tensor.detach()
-    names: list[object] = []
-    for dim in reversed(dims):
-        axes = product.shared.get(dim)
-        position = tensor.dim() - len(names) - 1
-        if axes is None:
-            names.insert(0, dim)
-            continue
-        # One factor may be broadcast along a dimension they share.
-        whole = list(tensor.shape)
-        whole[position] = math.prod(axis.size for axis in axes)
-        tensor = tensor.expand(whole)
-        if len(axes) > 1:
-            tensor = tensor.unflatten(position, [axis.size for axis in axes])
-        names[:0] = [id(axis) for axis in axes] if axes else [None]
-    missing = [axis for dim, axes in product.shared.items() if dim not in dims for axis in axes]
-    for axis in missing:
-        tensor = tensor.unsqueeze(0).expand(axis.size, *tensor.shape)
-        names.insert(0, id(axis))
-
-    is_head = {id(axis) for axis in heads}
-    wanted = [id(axis) for axis in ordered]
-    batch = [names.index(name) for name in wanted if name not in is_head]
-    head = [names.index(name) for name in wanted if name in is_head]
-    free = [i for i, name in enumerate(names) if isinstance(name, str) and name in product.out_dims]
-    depth = [i for i, name in enumerate(names) if isinstance(name, str) and name not in product.out_dims]
-    depth.sort(key=lambda i: product.left_dims.index(str(names[i])))  # alike in both factors
-    rest = [i for i in range(tensor.dim()) if i not in (*batch, *head, *free, *depth)]
-    order = [*rest, *batch, *head, *free, *depth]
-    shape = [math.prod(tensor.shape[i] for i in group) for group in ([*rest, *batch], head, free, depth)]
-    return tensor.permute(order).reshape(shape)
+def _ordered(parts: list[int], axes: Sequence[Axis | None], order: Sequence[Sequence[Axis]]) -> tuple[int, ...]:
+    """Return positions in the order in which the product has their axes."""
+    places = {id(axis): n for n, axis in enumerate(axis for some in order for axis in some)}
+    return tuple(sorted(parts, key=lambda i: places.get(id(axes[i]), -1)))

@@ -79,8 +79,8 @@ DECODERS = (
         },
     ),
     _decoder("GPT-NeoX", "GPTNeoX", small=_SMALL),
-    _decoder("GPT-J", "GPTJ", small={**_N_STYLE, "rotary_dim": 4}, implementations=("eager",)),
-    _decoder("CodeGen", "CodeGen", small={**_N_STYLE, "rotary_dim": 4}, implementations=("eager",)),
+    _decoder("GPT-J", "GPTJ", small={**_N_STYLE, "rotary_dim": 4}),
+    _decoder("CodeGen", "CodeGen", small={**_N_STYLE, "rotary_dim": 4}),
     _decoder("GPT-BigCode", "GPTBigCode", small=_N_STYLE),
     _decoder("Llama", "Llama"),
     _decoder(

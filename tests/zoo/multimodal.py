@@ -150,7 +150,6 @@ MULTIMODAL = (
         "Wav2Vec2Conformer",
         small={**_SPEECH, "position_embeddings_type": "relative"},
         inputs=_wave,
-        **_EAGER,
     ),
     _model(
         "Wav2Vec2-BERT",
@@ -162,7 +161,6 @@ MULTIMODAL = (
             "position_embeddings_type": "relative_key",
         },
         inputs=_SPEECH_INPUTS,
-        **_EAGER,
     ),
     _model(
         "Audio Spectrogram Transformer",

@@ -71,10 +71,10 @@ VISION = (
     _vision("DINOv3", "DINOv3ViT"),
     _vision("I-JEPA", "IJepa"),
     _vision("YOLOS", "Yolos", image_size=[32, 32], num_detection_tokens=3),
-    _vision("Swin", "Swin", small=_SWIN, **_EAGER),
+    _vision("Swin", "Swin", small=_SWIN),
     _vision("Swin v2", "Swinv2", (8, math.nan), small=_SWIN, **_EAGER),
     _vision("Donut Swin", "DonutSwin", small=_SWIN, **_EAGER),
-    _vision("SegFormer", "Segformer", small=_STAGES, **_EAGER),
+    _vision("SegFormer", "Segformer", small=_STAGES),
     _vision(
         "PVT",
         "Pvt",
