@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_monitor.capture import (
     follow_arithmetic,
+    follow_entries,
     follow_masks,
     follow_order,
     follow_pieces,
@@ -50,7 +51,7 @@ _BEGINNINGS = _by_function(
         (fn.CONVOLUTION, follow_products.convolution),
         (fn.INNER, follow_products.inner),
         (fn.TENSORDOT, follow_products.tensordot),
-        (fn.VECDOT, follow_products.vecdot),
+        (fn.VECDOT, follow_entries.vecdot),
     )
 )
 """What tells something about its result even if nothing is known about its arguments."""
@@ -72,6 +73,8 @@ _CONTINUATIONS = _by_function(
         (fn.SMALLEST, follow_arithmetic.smallest),
         (fn.NEGATE, follow_arithmetic.negate),
         (fn.CLAMP, follow_arithmetic.clamp),
+        (fn.CAP | fn.CUT_OUT, follow_arithmetic.cap),
+        (fn.DROP, follow_arithmetic.drop),
         (fn.TANH, follow_arithmetic.tanh),
         (fn.NO_SOFTMAX, follow_arithmetic.no_softmax),
         (fn.ADD, follow_sums.add),
@@ -80,7 +83,8 @@ _CONTINUATIONS = _by_function(
         (fn.ADDCMUL, follow_sums.add_product),
         (fn.ADDCDIV, follow_sums.add_quotient),
         (fn.LERP, follow_sums.lerp),
-        (fn.SUM, follow_products.total),
+        (fn.SUM, follow_entries.total),
+        (fn.MEAN, follow_entries.mean),
         (fn.MASKED_FILL, follow_masks.masked_fill),
         (fn.WHERE, follow_masks.where),
         (fn.SET_ITEM, follow_masks.set_item),
@@ -139,7 +143,7 @@ def _other(tags: TagStore, step: Step) -> None:
     if scores is not None:
         tags.carry(scores, out, scores.layout, plain=False, assured=False)
     elif same and name not in _PROJECTIONS:
-        tags.put(out, Tag("activation", same[0].layout))
+        tags.put(out, Tag("activation", same[0].layout, learned=all(map(tags.is_learned, given))))
     elif out in tags:
         tags.put(out, None)
     if name.endswith("_") and not name.endswith("__"):
@@ -157,7 +161,7 @@ def _is_plain(tags: TagStore, step: Step) -> bool:
     name = getattr(step.function, "__name__", "")
     if name in _PROJECTIONS or name.endswith("_like"):
         return False
-    tags.put(out, Tag("activation", tag.layout))
+    tags.put(out, Tag("activation", tag.layout, learned=tag.learned))
     return True
 
 
@@ -165,4 +169,4 @@ def _continues(tag: Tag | None, tensor: Tensor, out: Tensor) -> TypeGuard[Tag]:
     """Tell whether a result may be what an argument was, entry by entry."""
     if tag is None or tensor.shape != out.shape or not out.is_floating_point():
         return False
-    return tag.kind == "activation" or (tag.kind in ("scores", "unnormalised") and not tag.projection)
+    return tag.kind == "activation" or (tag.kind == "scores" and not tag.projection)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_monitor.capture import functions as fn
+from attn_monitor.capture.entries import broadcast_factors, is_outer
 from attn_monitor.capture.layout import Axis, fresh
 from attn_monitor.capture.products import Number, Scale
-from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept
+from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept, without_factors
 
 UNNORMALISED = (
     "its scores q.k weigh values without a softmax that can be seen (sigmoid, relu, or exp and sum by hand); "
@@ -21,9 +23,10 @@ UNNORMALISED = (
 def multiply(tags: TagStore, step: Step) -> None:
     """Follow a multiplication by a scale, a gain or a mask of zeros and ones."""
     pair, out = (step.args[0], step.argument(1, "other")), step.out
-    if _is_outer(tags, pair, out):
+    if is_outer(tags, pair, out):
         tags.put(out, Tag("outer", fresh(out.shape), factors=(pair[0], pair[1])))
         return
+    factors = broadcast_factors(tags, pair, out)
     found = tags.operand(pair, out)
     if found is None:
         # Of two unknown tensors the one that is not broadcast is the activation, the other its scale.
@@ -34,15 +37,9 @@ def multiply(tags: TagStore, step: Step) -> None:
         found = index, tags.get_or_new(pair[index])
     index, tag = found
     after = scaled(tags, tag, pair[index], pair[1 - index], invert=False)
-    _put_scaled(tags, after, pair[index], out)
-
-
-def _is_outer(tags: TagStore, pair: tuple[Any, Any], out: Tensor) -> bool:
-    """Tell whether two activations were multiplied, each with all entries of the other: a product, once summed up."""
-    if out.dim() < 3 or not all(isinstance(x, Tensor) and x.shape != out.shape and x.dim() > 1 for x in pair):
-        return False
-    kinds = [tag.kind for x in pair if (tag := tags.get(x)) is not None and not tag.projection]
-    return not {"weight", "scores", "outer", "largest"} & set(kinds)
+    _put_scaled(tags, after, pair[index], pair[1 - index], out)
+    if factors is not None and (made := tags.get(out)) is not None:
+        tags.put(out, made._replace(factors=factors, since=Scale()))
 
 
 def divide(tags: TagStore, step: Step) -> None:
@@ -51,11 +48,12 @@ def divide(tags: TagStore, step: Step) -> None:
     if isinstance(numerator, Tensor):
         tag = tags.get_or_new(numerator)
         after = scaled(tags, tag, numerator, divisor, invert=True)
-        _put_scaled(tags, after, numerator, step.out)
+        _put_scaled(tags, after, numerator, divisor, step.out)
 
 
-def _put_scaled(tags: TagStore, after: Tag, source: Tensor, out: Tensor) -> None:
-    if after.kind == "outer" and source.shape == out.shape and after.scale.known:
+def _put_scaled(tags: TagStore, after: Tag, source: Tensor, other: Any, out: Tensor) -> None:
+    entries = after.factors is not None and source.shape == out.shape
+    if entries and (after.scale.known if after.kind == "outer" else number(other) is not None):
         tags.put(out, after)
     else:
         tags.carry(after, out, kept(after, source, out))
@@ -86,6 +84,7 @@ def scaled(tags: TagStore, tag: Tag, source: Tensor, other: Any, *, invert: bool
             scale = scale._replace(doubt=scale.doubt * _if_mask(value, invert=invert))
         return tag._replace(scale=scale, plain=False, **changes)
     changes["plain"] = tag.plain and tag.kind != "scores"
+    changes["learned"] = tag.learned and (value is None or tags.is_learned(other))
     if tag.kind == "activation" and value is not None and value.shape[-1:] != source.shape[-1:]:
         changes["scale"] = Scale()  # a normaliser per row undoes whatever multiplied the row before
     return tag._replace(**changes)
@@ -101,7 +100,7 @@ def by_number(tag: Tag, factor: Number, *, invert: bool = False) -> Tag:
         added = [mask * factor for mask in masks if mask.is_floating_point()]
         masks = (*_lasting(masks), *added)
     shift = tag.shift * factor if tag.shift is not None else None
-    return tag._replace(scale=tag.scale.times(factor), masks=masks, shift=shift)
+    return tag._replace(scale=tag.scale.times(factor), since=tag.since.times(factor), masks=masks, shift=shift)
 
 
 def _lasting(masks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -123,7 +122,8 @@ def _axis_of(value: Tensor, source: Tensor, tag: Tag) -> Axis | None:
     if not 0 <= dim < source.dim() - 1 or len(tag.layout[dim]) != 1:
         return None
     (axis,) = tag.layout[dim]
-    return axis if axis.role is None and axis.size == value.shape[wide[0]] else None
+    head = tag.product is not None and any(axis is head for head in tag.product.heads)
+    return axis if (axis.role is None or head) and axis.size == value.shape[wide[0]] else None
 
 
 def _if_mask(value: Tensor, *, invert: bool) -> Tensor:
@@ -164,7 +164,25 @@ def _either(tags: TagStore, step: Step) -> None:
     pair = (step.args[0], step.argument(1, "other"))
     if (found := tags.operand(pair, step.out)) is not None:
         index, tag = found
-        tags.carry(tag, step.out, kept(tag, pair[index], step.out))
+        tags.carry(tag, step.out, kept(tag, pair[index], step.out), plain=tag.plain and tag.kind != "scores")
+
+
+def cap(tags: TagStore, step: Step) -> None:
+    """Follow what changes some entries: the others are still what they were."""
+    if (found := tags.operand(step.args[:2], step.out)) is not None:
+        index, tag = found
+        layout = kept(tag, step.args[index], step.out)
+        tags.carry(tag, step.out, layout, plain=tag.plain and tag.kind != "scores")
+
+
+def drop(tags: TagStore, step: Step) -> None:
+    """Follow a dropout, which changes scores unless it is off."""
+    tag, off = (
+        tags.get(step.args[0]),
+        not step.argument(1, "p", default=0.5) or not step.argument(2, "training", "train", default=True),
+    )
+    if tag is not None:
+        tags.carry(tag, step.out, tag.layout, plain=tag.plain and (off or tag.kind != "scores"))
 
 
 def tanh(tags: TagStore, step: Step) -> None:
@@ -180,7 +198,7 @@ def other(tags: TagStore, step: Step) -> None:
     """Follow an activation through a function of its entries: its axes stay, its scale is gone."""
     tag, out = tags.get(step.args[0]), step.out
     if tag is not None and tag.kind == "activation" and isinstance(out, Tensor) and out.shape == step.args[0].shape:
-        tags.put(out, Tag("activation", tag.layout))
+        tags.put(out, Tag("activation", tag.layout, learned=tag.learned))
     else:
         tags.put(out, None)
 
@@ -192,13 +210,20 @@ def clamp(tags: TagStore, step: Step) -> None:
     if isinstance(lowest, (int, float)) and lowest >= 0:
         no_softmax(tags, step)
     elif tag is not None:
-        tags.carry(tag, step.out, kept(tag, step.args[0], step.out))
+        layout = kept(tag, step.args[0], step.out)
+        tags.carry(tag, step.out, layout, plain=tag.plain and tag.kind != "scores")
 
 
 def no_softmax(tags: TagStore, step: Step) -> None:
-    """Note scores that go through something else than a softmax, to report them if they go on to weigh values."""
-    tag = tags.get(step.args[0])
-    if tag is not None and tag.kind in ("scores", "unnormalised") and not tag.projection:
-        tags.put(step.out, tag._replace(kind="unnormalised"))
+    """Note scores that go through something else than a softmax, to report them if they go on to weigh values.
+
+    If a softmax comes yet, its logits are still to be measured, but they are no longer a scale times q.k.
+    """
+    source = next((arg for arg in step.args if isinstance(arg, Tensor)), None)  # second in torch.pow(2, scores)
+    tag = tags.get(source)
+    if tag is not None and source is not None and tag.kind == "scores" and not tag.projection:
+        masks = _lasting(tag.masks) if step.function in fn.KEEPS_MASKS else ()
+        layout = kept(tag, source, step.out)
+        tags.carry(without_factors(tag), step.out, layout, masks=masks, shift=None, bent=True, plain=False)
     else:
         other(tags, step)

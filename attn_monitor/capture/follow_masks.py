@@ -69,6 +69,7 @@ def set_item(tags: TagStore, step: Step) -> None:
         masks = tag.masks if blocked is None else (*tag.masks, ~blocked)
         tags.put(target, tag._replace(masks=masks, plain=tag.plain and blocked is not None))
     else:
+        tags.put(target, tag._replace(factors=None))
         tags.written(target)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_monitor.capture.layout import resized
-from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore
+from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, without_factors
 
 
 def rearrange(tags: TagStore, step: Step) -> None:
@@ -47,11 +46,7 @@ def _reordered(tags: TagStore, tag: Tag, source: Tensor, out: Tensor, run: Calla
         return
     masks = tuple(run(mask.expand(source.shape)) for mask in tag.masks)
     shift = run(tag.shift.expand(source.shape)) if tag.shift is not None else None
-    tags.carry(_without_factors(tag), out, layout, masks=masks, shift=shift, sink=None, plain=False)
-
-
-def _without_factors(tag: Tag) -> Tag:
-    return tag._replace(product=replace(tag.product, left=None, right=None) if tag.product is not None else None)
+    tags.carry(without_factors(tag), out, layout, masks=masks, shift=shift, sink=None, plain=False)
 
 
 def scatter(tags: TagStore, step: Step) -> None:
@@ -76,7 +71,7 @@ def _scatter_scores(tags: TagStore, tag: Tag, scores: Tensor, out: Tensor, dim: 
         passing: Any = torch.ones_like if mask.dtype == torch.bool else torch.zeros_like
         masks.append(passing(around, dtype=mask.dtype).scatter(dim, index, mask.expand(scores.shape)))
     tags.carry(
-        _without_factors(tag),
+        without_factors(tag),
         out,
         resized(tag.layout, out.shape),
         masks=tuple(masks),

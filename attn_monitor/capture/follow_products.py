@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
@@ -21,7 +18,7 @@ from attn_monitor.capture.products import (
     multiply,
     tensordot_dims,
 )
-from attn_monitor.capture.tags import Step, Tag, TagStore
+from attn_monitor.capture.tags import Step, Tag, TagStore, without_factors
 
 
 def matmul(tags: TagStore, step: Step) -> None:
@@ -35,8 +32,9 @@ def right_matmul(tags: TagStore, step: Step) -> None:
 
 
 def _matmul(tags: TagStore, left: Tensor, right: Tensor, out: Tensor) -> None:
-    if left.dim() >= 2 and right.dim() >= 2:
-        _product(tags, left, right, matmul_dims(left.dim(), right.dim()), out)
+    # A vector that is a weight makes one channel of an activation.
+    if out.dim() and not any(x.dim() < 2 and tags.is_weight(x) for x in (left, right)):
+        product(tags, left, right, matmul_dims(left.dim(), right.dim()), out)
     else:
         tags.put(out, None)
 
@@ -47,7 +45,7 @@ def linear(tags: TagStore, step: Step) -> None:
     if tags.is_weight(weight):
         _project(tags, source, out)
     elif weight.dim() == 2:
-        _product(tags, source, weight, inner_dims(source.dim(), 2), out)
+        product(tags, source, weight, inner_dims(source.dim(), 2), out)
         _add_to_product(tags, step.argument(2, "bias"), 1, 1, out)
         if (tag := tags.get(out)) is not None:
             # A weight nobody declared, as one that was computed, is more likely than a key.
@@ -70,8 +68,9 @@ def _project(tags: TagStore, source: Tensor, out: Tensor) -> None:
         tags.carry(tag, out, tag.layout, plain=False, assured=False)
         return
     known = tag is not None and tag.kind == "activation" and len(tag.layout) == out.dim()
+    learned = tags.is_learned(source)
     layout = tag.layout if tag is not None and known else fresh(out.shape)
-    tags.put(out, Tag("activation", _with_channels(layout, out.dim() - 1, out.shape[-1])))
+    tags.put(out, Tag("activation", _with_channels(layout, out.dim() - 1, out.shape[-1]), learned=learned))
 
 
 def _with_channels(layout: Layout, dim: int, size: int) -> Layout:
@@ -81,7 +80,7 @@ def _with_channels(layout: Layout, dim: int, size: int) -> Layout:
 def baddbmm(tags: TagStore, step: Step) -> None:
     """Follow a batched product that a mask or bias is added to."""
     left, right, out = step.argument(1, "batch1"), step.argument(2, "batch2"), step.out
-    _product(tags, left, right, matmul_dims(3, 3), out)
+    product(tags, left, right, matmul_dims(3, 3), out)
     _add_to_product(tags, step.args[0], step.kwargs.get("beta", 1), step.kwargs.get("alpha", 1), out)
 
 
@@ -89,7 +88,7 @@ def addmm(tags: TagStore, step: Step) -> None:
     """Follow a product, also one that is summed over the batch, that a mask or bias is added to."""
     left, right, out = step.argument(1, "mat1", "batch1"), step.argument(2, "mat2", "batch2"), step.out
     dims: Dims = matmul_dims(2, 2) if left.dim() == 2 else (("b", "m", "d"), ("b", "d", "n"), ("m", "n"))
-    _product(tags, left, right, dims, out)
+    product(tags, left, right, dims, out)
     _add_to_product(tags, step.args[0], step.kwargs.get("beta", 1), step.kwargs.get("alpha", 1), out)
 
 
@@ -111,7 +110,7 @@ def einsum(tags: TagStore, step: Step) -> None:
     if isinstance(equation, str) and len(operands) == 2:
         left, right = operands
         if (dims := einsum_dims(equation, left.dim(), right.dim())) is not None:
-            _product(tags, left, right, dims, step.out)
+            product(tags, left, right, dims, step.out)
             return
     tags.put(step.out, None)
 
@@ -120,66 +119,26 @@ def inner(tags: TagStore, step: Step) -> None:
     """Follow a product over the last dimensions."""
     left, right = step.args[0], step.argument(1, "other")
     if left.dim() and right.dim():
-        _product(tags, left, right, inner_dims(left.dim(), right.dim()), step.out)
+        product(tags, left, right, inner_dims(left.dim(), right.dim()), step.out)
 
 
 def tensordot(tags: TagStore, step: Step) -> None:
     """Follow a product over some dimensions."""
     left, right, dims = step.argument(0, "a"), step.argument(1, "b"), step.argument(2, "dims", default=2)
     if not isinstance(dims, Tensor):
-        _product(tags, left, right, tensordot_dims(left.dim(), right.dim(), dims), step.out)
-
-
-def vecdot(tags: TagStore, step: Step) -> None:
-    """Follow a product of vectors that are broadcast against each other."""
-    left, right, dim = step.argument(0, "x"), step.argument(1, "y"), step.argument(2, "dim", default=-1)
-    _broadcast(tags, left, right, dim, step.out)
-
-
-def total(tags: TagStore, step: Step) -> None:
-    """Follow the sum over a dimension of the entries of a product."""
-    tag, dim = tags.get(step.args[0]), step.argument(1, "dim", "axis")
-    if tag is None or tag.kind != "outer" or tag.factors is None or step.argument(2, "keepdim", "keepdims"):
-        return
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        (dim,) = dim
-    if isinstance(dim, int):
-        _broadcast(tags, *tag.factors, dim, step.out, tag.scale)
-
-
-def _broadcast(tags: TagStore, left: Tensor, right: Tensor, dim: int, out: Tensor, scale: Scale | None = None) -> None:
-    """Follow a product over one dimension of two tensors whose other dimensions are broadcast."""
-    full = torch.broadcast_shapes(left.shape, right.shape)
-    summed = dim % len(full)
-    named: list[tuple[str, ...]] = []
-    factors: list[tuple[Tensor, Tag | None]] = []
-    for tensor, other in ((left, right), (right, left)):
-        size, other_size = ([1] * (len(full) - t.dim()) + list(t.shape) for t in (tensor, other))
-        wide = [i for i in range(len(full)) if size[i] != 1 or other_size[i] == 1]
-        named.append(tuple(f"o{i}" for i in wide))
-        tag, start = tags.get(tensor), len(full) - tensor.dim()
-        if tag is not None:
-            tag = tag._replace(layout=tuple(tag.layout[i - start] if i >= start else () for i in wide))
-        factors.append((tensor.reshape([size[i] for i in wide]), tag))
-    if not all(f"o{summed}" in dims for dims in named):
-        return
-    names = tuple(f"o{i}" for i in range(len(full)) if i != summed)
-    (one, one_tag), (two, two_tag) = factors
-    _product(tags, one, two, (named[0], named[1], names), out, (one_tag, two_tag))
-    if scale is not None and (tag := tags.get(out)) is not None and tag.kind == "scores":
-        tags.put(out, tag._replace(scale=scale))
+        product(tags, left, right, tensordot_dims(left.dim(), right.dim(), dims), step.out)
 
 
 def distance(tags: TagStore, step: Step) -> None:
     """Follow the distances of queries and keys: scores that are no products."""
     left, right = step.argument(0, "x1"), step.argument(1, "x2")
     left_dims, right_dims, dims = matmul_dims(left.dim(), right.dim())
-    _product(tags, left, right, (left_dims, (*right_dims[:-2], "n", "d"), dims), step.out)
-    if (tag := tags.get(step.out)) is not None and tag.product is not None:
-        tags.put(step.out, tag._replace(product=replace(tag.product, left=None, right=None), plain=False))
+    product(tags, left, right, (left_dims, (*right_dims[:-2], "n", "d"), dims), step.out)
+    if (tag := tags.get(step.out)) is not None:
+        tags.put(step.out, without_factors(tag)._replace(plain=False))
 
 
-def _product(
+def product(
     tags: TagStore,
     left: Tensor,
     right: Tensor,
@@ -187,41 +146,44 @@ def _product(
     out: Tensor,
     given: tuple[Tag | None, Tag | None] | None = None,
 ) -> None:
+    """Follow a product of two tensors with named dimensions."""
     given = given or (tags.get(left), tags.get(right))
     weights = tuple(tag is not None and tag.kind == "weight" for tag in given)
     tags.put(out, None)
     for i, (tag, other_is_weight) in enumerate(zip(given, reversed(weights), strict=True)):
-        if tag is None or tag.kind not in ("probabilities", "unnormalised", "scores") or tag.projection:
+        if tag is None or tag.kind not in ("probabilities", "scores") or tag.projection:
             continue
-        if other_is_weight and not tag.assured:  # more likely the projection of an activation
+        if other_is_weight and tag.kind == "scores" and not tag.assured:  # more likely the projection of an activation
             continue
         if other_is_weight:  # heads mixed by a matrix
             _mixed(tags, tag, out)
             return
         # Scores that weigh values as they are are no attention but a linear recurrence (Mamba 2, linear attention).
-        if tag.kind == "unnormalised":
+        if tag.bent:
             tags.report(UNNORMALISED)
         # Where each entry of a softmax has a value of its own, as experts have in a mixture, nothing is attended to.
         rows = any(dim in dims[2] and dim not in dims[1 - i] for dim in dims[i])
         if tag.on_use is not None and (rows or not tag.waits_for_rows):
             tag.on_use()
-        if tag.kind != "scores":  # probabilities x value: here the attention ends
+        if tag.kind != "scores" or tag.bent:  # probabilities x value: here the attention ends
             return
     if all(weights) and out.dim() == 2:  # of low rank, as adapters make them
         tags.put(out, Tag("weight", fresh(out.shape)))
-    if out.dim() < 2 or all(weights):
+    if not out.dim() or all(weights):
         return
     layouts = (_layout(left, given[0]), _layout(right, given[1]))
     scales = (_scale(given[0]), _scale(given[1]))
-    product, layout = multiply(left, right, dims, layouts, scales, (weights[0], weights[1]))
-    tags.put(out, Tag("scores", layout, product=product))
+    made, layout = multiply(left, right, dims, layouts, scales, (weights[0], weights[1]))
+    # A factor that is the same for all samples may be a classifier's weight, however it was made.
+    common = len(layout) < 3 or any(dim in dims[0] and dim in dims[1] for dim in dims[2])
+    doubted = not common or any(tag is not None and tag.learned for tag in given)
+    tags.put(out, Tag("scores", layout, product=made, doubted=doubted))
 
 
 def _mixed(tags: TagStore, tag: Tag, out: Tensor) -> None:
     """Scores whose heads were mixed are still scores, but no longer of one query and key."""
-    product = replace(tag.product, left=None, right=None) if tag.product is not None else None
     layout = tag.layout if sizes(tag.layout) == tuple(out.shape) else fresh(out.shape)
-    tags.carry(tag, out, layout, product=product, plain=False, masks=(), shift=None, sink=None)
+    tags.carry(without_factors(tag), out, layout, plain=False, masks=(), shift=None, sink=None)
 
 
 def _layout(tensor: Tensor, tag: Tag | None) -> Layout:

@@ -55,8 +55,9 @@ def combine(tags: TagStore, first: Term, second: Term, out: Tensor) -> None:
     if tag.kind == "weight" and isinstance(other, Tensor) and (other_tag is None or other_tag.kind != "weight"):
         tag = Tag("activation", tag.layout)
     keep = not isinstance(other, Tensor) or (other_tag is not None and other_tag.scale.same(tag.scale))
+    learned = tag.learned and (not isinstance(other, Tensor) or tags.is_learned(other))
     plain = _is_one(factor) and (_is_one(other_factor) or _is_one(-other_factor))
-    tags.carry(tag, out, layout, scale=tag.scale if keep and plain else Scale())
+    tags.carry(tag, out, layout, scale=tag.scale if keep and plain else Scale(), learned=learned)
 
 
 def _plus(tags: TagStore, scores: Tag, factor: Number, other: Any, other_factor: Number) -> Tag:

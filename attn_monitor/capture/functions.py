@@ -30,7 +30,7 @@ OPENED: frozenset[Function] = frozenset({F.gumbel_softmax, F.softmin})
 SOFTMAX = _spellings("softmax", "_softmax")
 LOG_SOFTMAX = _spellings("log_softmax")
 
-MATMUL = _spellings("matmul", "bmm", "mm", "__matmul__")
+MATMUL = _spellings("matmul", "bmm", "mm", "mv", "__matmul__")
 RIGHT_MATMUL = _spellings("__rmatmul__")
 BADDBMM = _spellings("baddbmm", "baddbmm_")
 ADDMM = _spellings("addmm", "addmm_", "addbmm", "addbmm_")
@@ -40,6 +40,7 @@ INNER = _spellings("inner")
 TENSORDOT = _spellings("tensordot")
 VECDOT: frozenset[Function] = frozenset({torch.linalg.vecdot})
 SUM = _spellings("sum")
+MEAN = _spellings("mean")
 
 MULTIPLY = _spellings("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__")
 DIVIDE = _spellings(
@@ -59,12 +60,33 @@ SET_ITEM = _spellings("__setitem__")
 SCATTER = _spellings("scatter", "scatter_")
 INDEX_FILL = _spellings("index_fill", "index_fill_")
 CLAMP = _spellings("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_")
+CAP = _spellings(*("clamp_max", "clamp_max_", "maximum", "minimum", "nan_to_num", "nan_to_num_"))
+DROP = _spellings("dropout", "dropout_")
+CUT_OUT = _spellings("tril", "tril_", "triu", "triu_", "masked_scatter", "masked_scatter_")
 TANH = _spellings("tanh", "tanh_")
 NO_SOFTMAX = LOG_SOFTMAX | _spellings(
-    *("sigmoid", "sigmoid_", "exp", "exp_", "softplus", "relu", "relu_", "leaky_relu", "elu", "gelu", "silu"),
-    *("pow", "pow_", "__pow__", "__ipow__", "square", "square_", "abs", "abs_"),
+    *("sigmoid", "sigmoid_", "expit", "hardsigmoid", "exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "softplus"),
+    *("relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "prelu", "rrelu", "rrelu_", "threshold", "threshold_"),
+    *("elu", "elu_", "celu", "celu_", "selu", "selu_", "gelu", "silu", "mish", "hardswish", "logsigmoid", "softsign"),
+    *(
+        "pow",
+        "pow_",
+        "__pow__",
+        "__rpow__",
+        "__ipow__",
+        "square",
+        "square_",
+        "abs",
+        "abs_",
+        "absolute",
+        "sqrt",
+        "sqrt_",
+    ),
+    *("log1p", "log1p_", "sin", "cos"),
 )
-"""What is done to scores where a softmax was expected; followed to report it, not to measure it."""
+"""What is done to scores in the place of a softmax, which is told, or before it: then they are no scale * q.k."""
+KEEPS_MASKS = LOG_SOFTMAX | _spellings("leaky_relu", "leaky_relu_", "prelu", "rrelu", "rrelu_")
+"""Those of them after which a score of minus infinity, or near it, is still that."""
 
 LARGEST = _spellings("max", "amax")
 SMALLEST = _spellings("min")
@@ -99,8 +121,7 @@ AS_STRIDED = _spellings("as_strided")
 INDEXING = _spellings("__getitem__", "select")
 SAME = _spellings(
     *("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "alias"),
-    *("cuda", "cpu", "nan_to_num", "nan_to_num_", "clamp_max", "clamp_max_"),
-    *("maximum", "minimum", "dropout", "dropout_", "requires_grad_", "tril", "triu", "masked_scatter"),
+    *("cuda", "cpu", "requires_grad_"),
 )
 """Elementwise functions after which a tensor is still what it was."""
 CONVOLUTION_1D = _spellings("conv1d")

@@ -61,10 +61,12 @@ class _Here(threading.local):
     Attributes:
         muted: A kernel that is reported as a whole.
         note: What to know about every attention seen now.
+        withheld: Reasons why attention inside a function is not measured that may yet be reported as a whole.
     """
 
     muted = False
     note = ""
+    withheld: list[str] | None = None
 
 
 class CaptureMode(WatchingMode):
@@ -73,7 +75,7 @@ class CaptureMode(WatchingMode):
     def __init__(self, sink: Sink) -> None:
         super().__init__()
         self._sink = sink
-        self.tags = TagStore(sink.unmeasured)
+        self.tags = TagStore(self._unnormalised)
         self._here = _Here()
         self._reports = 0
         self._blind: set[Any] = set()
@@ -145,24 +147,25 @@ class CaptureMode(WatchingMode):
         sighting, tag = found
         if self._here.note:
             sighting = replace(sighting, note="; ".join(filter(None, (sighting.note, self._here.note))))
-        if len(tag.layout) > 2 and tag.assured:
+        if len(tag.layout) > 2 and tag.assured and not tag.bent and not tag.doubted:
             out = self._watched(func, args, kwargs, sighting)
             self._guard(self.tags.put, out, Tag("probabilities", tag.layout))
             return out
         # Two dimensions may be one head's attention or a classifier's similarities, and who knows what the scores were
         # through: attention goes on to weigh values.
         out = func(*args, **kwargs)
-        waiting = [(sighting, weakref.ref(out))]  # the tag lives as long as the tensor, and must not keep it alive
+        origin = weakref.ref(out)  # the tag lives as long as the tensor, and must not keep it alive
+        waiting = [sighting]
 
         def use() -> None:
             while waiting:  # once, however many values are weighed
-                seen, reference = waiting.pop()
-                if (probabilities := reference()) is not None:
+                seen = waiting.pop()
+                if (probabilities := origin()) is not None:
                     self._reports += 1
                     self._sink.before(seen)
                     self._sink.after(seen, probabilities)
 
-        self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use))
+        self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use, origin=origin))
         return out
 
     def _unknown(self, logits: Tensor, dim: int | None, out: Tensor) -> None:
@@ -181,7 +184,7 @@ class CaptureMode(WatchingMode):
             self._reports += 1
             self._sink.unmeasured(UNKNOWN_ORIGIN)
 
-        self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use, waits_for_rows=three))
+        self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use, waits_for_rows=three, assured=False))
 
     def _watched(
         self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], sighting: Sighting | None
@@ -225,13 +228,28 @@ class CaptureMode(WatchingMode):
             # A recomputation may get no further than the kernel, and wants the call before.
             return self.kernel(adapter, call, function, *args, **kwargs)
         before = self._reports, shown()
-        out = call(*args, **kwargs)
+        around, self._here.withheld = self._here.withheld, []
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            withheld, self._here.withheld = self._here.withheld, around
+        sighting = None
         if (self._reports, shown()) == before:
             sighting = self._guard(read_kernel, adapter, function, args, kwargs)
-            if sighting is not None:
-                self._blind.add(function)
-                self._report(sighting, out)
+        if sighting is not None:
+            self._blind.add(function)
+            self._report(sighting, out)
+        else:
+            for reason in withheld or ():
+                self._unnormalised(reason)
         return out
+
+    def _unnormalised(self, reason: str) -> None:
+        """Report scores that weigh values without a softmax, unless a function around them may be reported itself."""
+        if self._here.withheld is None:
+            self._sink.unmeasured(reason)
+        else:
+            self._here.withheld.append(reason)
 
     def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run code of ours: whatever goes wrong in it must not reach the model."""

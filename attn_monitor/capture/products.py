@@ -111,9 +111,10 @@ class Product:
 def matmul_dims(left: int, right: int) -> Dims:
     """Name the dimensions of a matmul of tensors with these numbers of dimensions."""
     batch = tuple(f"b{i}" for i in range(max(left, right) - 2))
-    left_dims = (*batch[len(batch) - (left - 2) :], "m", "d")
-    right_dims = (*batch[len(batch) - (right - 2) :], "d", "n")
-    return left_dims, right_dims, (*batch, "m", "n")
+    rows, columns = ("m",) if left > 1 else (), ("n",) if right > 1 else ()
+    left_dims = (*batch[len(batch) - max(left - 2, 0) :], *rows, "d")
+    right_dims = (*batch[len(batch) - max(right - 2, 0) :], "d", *columns)
+    return left_dims, right_dims, (*batch, *rows, *columns)
 
 
 def einsum_dims(equation: str, left: int, right: int) -> Dims | None:

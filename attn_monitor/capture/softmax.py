@@ -23,6 +23,10 @@ UNKNOWN_SCALE = (
     "its scores are multiplied by a factor that is not the same within a head (one per sample, say), so the scale, and "
     "what follows from it, are not known"
 )
+NO_LONGER_SCALED = (
+    "its scores go through a function before the softmax (a relu, a power), so the logits are no scale times q.k: the "
+    "scale, and what follows from query and key, are not known"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     lengths = logits_BHQK.shape[2], logits_BHQK.shape[3]
     query, key = canonical_factors(product, batch, heads, lengths, swapped=swapped)
     scales = [scale.of_factor(heads) for scale in product.scales]
-    scale = tag.scale.of_scores(heads)
+    scale = None if tag.bent else tag.scale.of_scores(heads)
     call = AttentionCall(
         query=query,
         key=key,
@@ -117,7 +121,8 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         head_dim=product.depth,
     )
     notes = [POOLED_HEADS] if arrangement.pooled else []
-    notes += [UNKNOWN_SCALE] if scale is None else []
+    if scale is None:
+        notes.append(NO_LONGER_SCALED if tag.bent else UNKNOWN_SCALE)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
 
     def canonical(tensor: Tensor) -> Tensor:
@@ -131,7 +136,9 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         note="; ".join(notes),
         path="softmax",
     )
-    return sighting, tag
+    # Keys that a layer generated, all of a sample at once, may be a classifier's weights.
+    generated = any(axis.channels for axis in tag.layout[dim])
+    return sighting, tag._replace(doubted=tag.doubted or generated)
 
 
 def _with_sum(masks: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -15,11 +16,10 @@ from attn_monitor.capture.products import Product, Scale
 BLOCKED = -9000.0
 """Fill values and additive mask entries at or below this are masks."""
 
-Kind: TypeAlias = Literal["activation", "weight", "outer", "scores", "largest", "probabilities", "unnormalised"]
+Kind: TypeAlias = Literal["activation", "weight", "outer", "scores", "largest", "probabilities"]
 _PRECEDENCE: dict[Kind, int] = {
     "scores": 0,
     "probabilities": 0,
-    "unnormalised": 0,
     "activation": 1,
     "outer": 1,
     "largest": 1,
@@ -68,18 +68,24 @@ class Tag(NamedTuple):
 
     Attributes:
         kind: An activation, a weight, the entries of a product before they are summed up, the scores of a product, the
-            largest scores of rows, attention probabilities, or scores that went through something else than a softmax.
+            largest scores of rows, or attention probabilities.
         layout: Its axes.
         scale: What it has been multiplied with; for scores since the product.
         product: Of scores: where they come from.
         masks: Of scores: masks seen so far, broadcastable to the tensor, with the semantics of SDPA.
         plain: Of scores: nothing but scaling and masking happened since the product.
-        assured: Of scores: nothing unknown happened since the product.
+        bent: Of scores: they went through a function that keeps neither their scale nor their sign, as a relu.
+        assured: Of scores: nothing unknown happened since the product. Of probabilities: they are those of scores.
+        doubted: Of scores: they may be a classifier's, and are an attention's if they go on to weigh values.
         sink: Of scores: the column among them that is none.
         shift: Of scores: what was subtracted from whole rows, which a softmax does not notice.
         on_use: Of probabilities: called once they meet a value.
+        origin: Of probabilities that wait for that: what the softmax returned.
+        held: The same, kept alive by what was made of it.
         waits_for_rows: Of probabilities: they are known for an attention's only where each row weighs all values.
-        factors: Of the entries of a product: what was multiplied.
+        factors: Of the entries of a product, or what may be such: what was multiplied.
+        since: What such entries have been multiplied with.
+        learned: Of an activation: it is made of weights alone.
     """
 
     kind: Kind
@@ -88,12 +94,18 @@ class Tag(NamedTuple):
     product: Product | None = None
     masks: tuple[Tensor, ...] = ()
     plain: bool = True
+    bent: bool = False
     assured: bool = True
+    doubted: bool = False
     sink: SinkColumn | None = None
     shift: Tensor | None = None
     on_use: Callable[[], None] | None = None
+    origin: weakref.ref[Tensor] | None = None
+    held: Tensor | None = None
     waits_for_rows: bool = False
     factors: tuple[Tensor, Tensor] | None = None
+    since: Scale = Scale()
+    learned: bool = False
 
     @property
     def projection(self) -> bool:
@@ -140,6 +152,11 @@ class TagStore:
         entry = self._tags.get(id(tensor))
         return entry[1].kind == "weight" if entry is not None else _is_parameter(tensor)
 
+    def is_learned(self, tensor: object) -> bool:
+        """Tell whether a tensor is a weight or made of weights alone."""
+        tag = self.get(tensor)
+        return tag is not None and (tag.kind == "weight" or tag.learned)
+
     def any_known(self, values: Iterable[Any]) -> bool:
         """Tell whether anything is known about one of the tensors among arguments."""
         for value in values:
@@ -181,8 +198,10 @@ class TagStore:
         if tag.kind == "outer":
             self.put(out, None)  # whatever it is now, its sum is no product any more
             return
+        if tag.origin is not None and (origin := tag.origin()) is not out:
+            changes["held"] = origin
         layout = layout if layout is not None else reshaped(tag.layout, out.shape)
-        self.put(out, tag._replace(layout=layout, **changes))
+        self.put(out, tag._replace(**{"factors": None, "layout": layout, **changes}))
 
     def operand(self, candidates: Sequence[Any], out: Tensor) -> tuple[int, Tag] | None:
         """Return the operand that an elementwise result continues: scores before all else, then what has its shape."""
@@ -201,6 +220,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter: by its type where that is all it takes, for isinstance is slow here."""
     kind = type(tensor)
     return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def without_factors(tag: Tag) -> Tag:
+    """Return the tag of scores that are no longer those of one query and one key."""
+    return tag._replace(product=replace(tag.product, left=None, right=None) if tag.product is not None else None)
 
 
 def kept(tag: Tag, source: Tensor, out: Tensor) -> Layout:

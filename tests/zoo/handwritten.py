@@ -142,6 +142,23 @@ def learned_sink(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([sink, q @ k.mT / math.sqrt(DEPTH)], dim=-1).softmax(-1)[..., 1:] @ v
 
 
+def grouped(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k[:, ::2], v[:, ::2]
+    scores = torch.einsum("bgrtd,bgsd->bgrts", q.unflatten(1, (2, 2)), k) / math.sqrt(DEPTH)
+    return torch.einsum("bgrts,bgsd->bgrtd", scores.softmax(-1), v).flatten(1, 2)
+
+
+def one_key_head(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhtd,bsd->bhts", q, k[:, 0]) / math.sqrt(DEPTH)
+    return torch.einsum("bhts,bsd->bhtd", scores.softmax(-1), v[:, 0])
+
+
+def as_bigcode(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = q.transpose(1, 2).reshape(len(q), -1, DEPTH)
+    scores = (rows @ k[:, 0].mT / math.sqrt(DEPTH)).view(len(q), LENGTH, HEADS, LENGTH)
+    return (scores.softmax(-1).flatten(1, 2) @ v[:, 0]).view(len(q), LENGTH, HEADS, DEPTH).transpose(1, 2)
+
+
 def _own(name: str, attend: Any, shape: Shape = (DEPTH, None), kind: type[Block] = Block, **more: Any) -> Entry:
     return Entry(
         f"by hand: {name}",
@@ -162,6 +179,9 @@ HANDWRITTEN = (
     _own("heads last, softmax on axis -2", heads_last, reported=lambda p: p.movedim(2, 1)),
     _own("queries in chunks", chunked),
     _own("largest subtracted", largest_first),
+    _own("grouped queries by einsum", grouped, reported=lambda p: p.flatten(1, 2)),
+    _own("one key head by einsum", one_key_head),
+    _own("one key head, heads folded into the rows", as_bigcode, reported=lambda p: p.transpose(1, 2)),
     _own("distances by cdist", distances, (DEPTH, -2.0), unfactored=["*"]),
     _own("cosine of normalised vectors", normalised, (DEPTH, 10.0)),
     _own("cosine_similarity", cosine, unseen=("where its logits come from was not seen",)),
