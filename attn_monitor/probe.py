@@ -27,8 +27,8 @@ from attn_monitor.records import AttentionStatistics
 from attn_monitor.settings import check_flag, check_max_queries
 
 NOTHING_CALLED = (
-    "only parts of it were called, and no attention in them; call the module itself, not its forward method, which runs "
-    "without hooks"
+    "only parts of it were called, and no attention in them; call the module itself, not its forward method, which "
+    "runs without hooks"
 )
 
 

@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_monitor import AttentionMonitor
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import growth, looks, memory, page, steps, turns
 from tests.benchmarks.exact import exact_statistics
-from tests.benchmarks.sizes import FULL, QUICK
+from tests.benchmarks.model import GPT, GPT2, Decoder
+from tests.benchmarks.sizes import FULL, QUICK, ModelSize
+from tests.benchmarks.training import train
+from tests.benchmarks.watchers import NaiveHook, OutputAttentions
 from tests.models import LIGHTNING_ADVICE
 from tests.reference import attention_reference, gradient_reference
 
 pytestmark = LIGHTNING_ADVICE
 Table = dict[str, list[str]]
+HEAD_WATCHERS = (NaiveHook, OutputAttentions)
 
 
 def tables(text: str) -> list[Table]:
@@ -80,6 +85,32 @@ def test_growth_has_a_row_for_every_size(capsys: pytest.CaptureFixture[str]) -> 
     sizes = {"heads": QUICK.growing_heads, "length": QUICK.growing_lengths, "layers": QUICK.growing_layers}
     assert list(rows) == [f"{what} {size}" for what, values in sizes.items() for size in values]
     assert all(is_ratio(cell) for cells in rows.values() for cell in cells)
+
+
+@pytest.mark.parametrize("kind", [GPT, GPT2])
+def test_every_way_sees_every_layer_and_leaves_nothing_behind(kind: type[Decoder]) -> None:
+    models: list[Decoder] = []
+
+    def build(size: ModelSize) -> Decoder:
+        models.append(kind(size))
+        return models[-1]
+
+    ways = steps.trainings(QUICK)[kind]
+    train(build, QUICK.model, ways, 1, turns.Clock())
+    seen = {name: _layers(way) for name, way in ways.items() if isinstance(way, (AttentionMonitor, *HEAD_WATCHERS))}
+    assert seen == dict.fromkeys(seen, QUICK.model.layers)
+    hooks = [
+        hook for module in models[0].modules() for hook in (module._forward_hooks | module._forward_pre_hooks).values()
+    ]
+    if kind is GPT2:  # the library's own, which it needs for `output_attentions` and keeps
+        hooks = [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
+    assert not hooks
+
+
+def _layers(way: AttentionMonitor | NaiveHook | OutputAttentions) -> int:
+    if isinstance(way, AttentionMonitor):
+        return len(way.history[-1][1])
+    return len([tag for tag in way.measured if tag.startswith("entropy/")])
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -81,7 +81,9 @@ def test_the_gradients_of_a_softmax_match_autograd(kind: str) -> None:
     expected = gradient_reference(query, key, value, grad_output, **options)
     call = AttentionCall(query=query, key=key, scale=D**-0.5, **options)
     seen = {name: expected[name].float() for name in ("grad_logits", "grad_probs")}
-    both = softmax_gradient_sums(qualifying_entries(call), **seen).finalize(GRADIENTS)
+    both = softmax_gradient_sums(
+        qualifying_entries(call), grad_logits=seen["grad_logits"], grad_probs=seen["grad_probs"]
+    ).finalize(GRADIENTS)
     assert_matches(both, expected, names=NORMS)
     _, logits, allowed = dense_logits(query, key, scale=D**-0.5, **options)
     bare = AttentionCall(logits=logits.float().masked_fill(~allowed, -math.inf))
@@ -125,7 +127,13 @@ def test_tiny_and_huge_gradients_survive_squaring(size: float) -> None:
     call = AttentionCall(query=query, key=key, value=value, scale=D**-0.5)
     assert_matches(attention_gradient_sums(call, grad_output).finalize(GRADIENTS), expected, names=NORMS)
     seen = {name: expected[name].float() for name in ("grad_logits", "grad_probs")}
-    assert_matches(softmax_gradient_sums(qualifying_entries(call), **seen).finalize(GRADIENTS), expected, names=NORMS)
+    assert_matches(
+        softmax_gradient_sums(
+            qualifying_entries(call), grad_logits=seen["grad_logits"], grad_probs=seen["grad_probs"]
+        ).finalize(GRADIENTS),
+        expected,
+        names=NORMS,
+    )
 
 
 @pytest.mark.parametrize("gap", [10.0, 40.0, 80.0])
@@ -158,7 +166,9 @@ def test_the_size_of_tiles_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tiles, "MAX_ROWS", 7)
     assert_matches(attention_gradient_sums(call, grad_output).finalize(GRADIENTS), expected, names=NORMS)
     seen = {name: expected[name] for name in ("grad_logits", "grad_probs")}
-    sums = softmax_gradient_sums(qualifying_entries(call), **seen)
+    sums = softmax_gradient_sums(
+        qualifying_entries(call), grad_logits=seen["grad_logits"], grad_probs=seen["grad_probs"]
+    )
     assert_matches(sums.finalize(GRADIENTS), expected, names=NORMS, relative=1e-12)
 
 
