@@ -11,7 +11,7 @@ help:
 	@echo "make test    everything CI runs: lint, types, unit tests, slow tests"
 	@echo "make lint    ruff format --check, ruff check, mypy --strict"
 	@echo "make format  let ruff rewrite the code"
-	@echo "make bench   measure what the monitor costs, rewrite docs/benchmarks.md (about 5 minutes)"
+	@echo "make bench   measure what the monitor costs, rewrite docs/benchmarks.md (about 15 minutes)"
 	@echo "make zoo     try capture on every architecture in tests/zoo, rewrite docs/coverage.md"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove everything that make made"
@@ -54,7 +54,7 @@ docs: .venv/.stamp-docs
 
 # Waiting threads yield the core: on a machine that does other work too, they would be what is measured.
 bench: .venv/.stamp
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.benchmarks.step_ratio
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.benchmarks
 
 # LitGPT and vit-pytorch come without what they require, such as torchvision: their models need none of it.
 zoo: .venv/.stamp

@@ -85,7 +85,6 @@ def test_prompts_before_a_model_leave_its_names_alone() -> None:
     assert stats["model.layers.0.self_attn"].keys == 3 + 5
 
 
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lora_adapters_have_the_names_and_the_numbers_of_what_they_adapt(x: Tensor) -> None:
     peft = pytest.importorskip("peft")
