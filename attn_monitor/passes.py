@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_monitor.catalog import GRADIENTS
+from attn_monitor.factors import KeySquares, finite_squares
 from attn_monitor.masking import Blocked
 from attn_monitor.precision import known_finite, row_norms
 from attn_monitor.records import AttentionCall
@@ -114,6 +115,7 @@ def fill_rows(
     spaces: Workspaces,
     *,
     first: Tensor | None = None,
+    squares: KeySquares | None = None,
     grad_output: Tensor | None = None,
     notes: Sequence[Note] = (),
 ) -> None:
@@ -125,6 +127,7 @@ def fill_rows(
         wanted: What is wanted of them.
         spaces: Where to compute.
         first: The first visible key of each batch item, [B].
+        squares: Where the sizes of the keys go.
         grad_output: The gradient of the output, [B, H, Q, V], with all rows of the call.
         notes: Who else wants to know what is blocked in each tile.
     """
@@ -132,6 +135,13 @@ def fill_rows(
     if grad_output is not None and tiled.index is not None:
         grad_output = grad_output.index_select(2, tiled.index)
     for items, heads, part in tiled.parts(values=grad_output is not None):
+        if wanted.queries and tiled.call.query is not None:
+            every_row = rows.window(items, heads, slice(None))
+            sizes = finite_squares(tiled.call.query[items, heads].to(tiled.dtype))
+            for name, values in zip(("q_n", "q_sq"), sizes, strict=True):
+                every_row[name].copy_(values)
+        if squares is not None and part.call.key is not None:
+            squares.put(items, tiled.key_heads(heads), part.call.key)
         for tile in part.tiles():
             grad = None if grad_output is None else grad_output[items, heads, tile.rows]
             first_b = None if first is None else first[items]
@@ -226,7 +236,7 @@ def _gradients(
         blocked.zero_(grad_probs)
     else:
         blocked.zero_any_(grad_probs)
-    torch.linalg.vector_norm(grad_probs, dim=-1, out=out["grad_probs"])
+    row_norms(grad_probs, out["grad_probs"])
     row_norms(_softmax_backward(probs, grad_probs, sink_prob, work), out["grad_logits"])
 
 

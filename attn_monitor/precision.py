@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,3 +38,55 @@ def row_norms(values_bHtk: Tensor, out_bHt: Tensor) -> None:
         if least >= _TINY and most <= _HUGE:
             return
     out_bHt.copy_(torch.linalg.vector_norm(values_bHtk, dim=-1, dtype=state_dtype(values_bHtk.device)))
+
+
+class _Shared:
+    """How many threads compute in full precision now, and what brings the settings back when the last one leaves."""
+
+    lock = threading.Lock()
+    users = 0
+    restore: Callable[[], None]
+
+
+@contextmanager
+def full_matmul_precision() -> Iterator[None]:
+    """Multiply in true float32, and leave every setting as it was.
+
+    The settings belong to the process. So the first of several threads saves them, and the last one brings them back.
+    """
+    with _Shared.lock:
+        if not _Shared.users:
+            _Shared.restore = _raise_precision()
+        _Shared.users += 1
+    try:
+        yield
+    finally:
+        with _Shared.lock:
+            _Shared.users -= 1
+            if not _Shared.users:
+                _Shared.restore()
+
+
+def _raise_precision() -> Callable[[], None]:
+    """Choose true float32 and return what undoes it."""
+    # torch has no hints for these attributes.
+    backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
+    if not all(hasattr(backend.matmul, "fp32_precision") for backend in backends):  # torch before 2.9 has one setting
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        return lambda: torch.set_float32_matmul_precision(before)
+    changed: list[tuple[Any, str]] = []
+    for backend in backends:
+        precision = backend.matmul.fp32_precision
+        if precision in {"ieee", "none"}:
+            continue
+        backend.matmul.fp32_precision = "none"  # if this changes nothing, it is inherited, and stays so
+        inherited = backend.matmul.fp32_precision == precision
+        changed.append((backend.matmul, "none" if inherited else precision))
+        backend.matmul.fp32_precision = "ieee"
+
+    def restore() -> None:
+        for matmul, precision in changed:
+            matmul.fp32_precision = precision
+
+    return restore

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from attn_monitor.entries import EntryBits, QualifyingEntries, VisibleKeys, first_visible, visible_keys
+from attn_monitor.factors import KeySquares
 from attn_monitor.gradients import check_gradient, pooled_gradients
-from attn_monitor.masking import finite_indicator
 from attn_monitor.passes import Note, Wanted, fill_rows
-from attn_monitor.precision import known_finite
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
-from attn_monitor.sums import AttentionSums, LayerFacts, state_dtype
+from attn_monitor.sums import AttentionSums, LayerFacts
 from attn_monitor.tiles import TiledCall, per_head, undisturbed
 from attn_monitor.workspace import Workspaces
 
@@ -94,27 +93,27 @@ def _sums(
     sampled = tiled.index is not None
     wanted = Wanted.by(tiled.call, statistics, sampled=sampled, gradients=grad_output is not None)
     rows = RowValues(wanted.names(), tiled.call.shape, tiled.device, tiled.dtype, tiled.weights)
-    if wanted.queries and tiled.call.query is not None:
-        everything = rows.window(slice(None), slice(None), slice(None))
-        for name, values in zip(("q_n", "q_sq"), _finite_squares(tiled.call.query.to(tiled.dtype)), strict=True):
-            everything[name].copy_(values)
+    keys_seen = wanted.keys or wanted.first_key
+    visible = visible_keys(tiled) if keys_seen else None
+    gathered = VisibleKeys(tiled) if keys_seen and visible is None else None
     notes: list[Note] = [] if bits is None else [bits.note]
-    visible = visible_keys(tiled) if wanted.keys or wanted.first_key else None
-    gathered = VisibleKeys(tiled) if visible is None and (wanted.keys or wanted.first_key) else None
-    if gathered is not None and wanted.first_key:  # which must be known before anything is summed
-        for items, heads, part in tiled.parts():
+    if gathered is not None and wanted.first_key:  # which must be known before anything is summed, of all rows
+        whole = tiled.whole or tiled
+        for items, heads, part in whole.parts():
             for tile in part.tiles():
                 gathered.note(items, heads, tile, part.blocked(tile))
         visible = gathered.keys()
     elif gathered is not None:
         notes.append(gathered.note)
     first = first_visible(visible) if visible is not None and wanted.first_key else None
-    fill_rows(rows, tiled, wanted, spaces, first=first, grad_output=grad_output, notes=notes)
+    squares = KeySquares(tiled) if wanted.keys else None
+    fill_rows(rows, tiled, wanted, spaces, first=first, squares=squares, grad_output=grad_output, notes=notes)
+    estimated = visible is None  # then the sample tells which keys are seen
     visible = gathered.keys() if visible is None and gathered is not None else visible
     keys = torch.zeros((2, tiled.call.shape.heads), device=tiled.device, dtype=rows.dtype)
-    if visible is not None and wanted.keys:
-        keys = _key_squares(tiled, visible)
-    exact = frozenset({"k_rms"}) if gathered is None else frozenset()  # which keys are seen is known without rows
+    if visible is not None and squares is not None:
+        keys = squares.sums(visible)
+    exact = frozenset() if estimated else frozenset({"k_rms"})
     facts = LayerFacts(
         measured=wanted.measured,
         approximate=wanted.measured - exact if sampled else frozenset(),
@@ -124,25 +123,6 @@ def _sums(
     )
     sums = _pooled(rows, tiled, wanted, keys, facts)
     return sums if grad_output is None else sums.merge(pooled_gradients(rows, tiled)), rows
-
-
-def _key_squares(tiled: TiledCall, visible_BHK: Tensor) -> Tensor:
-    """Return count and sum of squares of the key entries that each query head meets, [2, H]."""
-    key = tiled.call.key
-    assert key is not None, "chosen only where the key is known"
-    squares_2BGK = torch.stack(_finite_squares(key.to(tiled.dtype)))
-    group = visible_BHK.shape[1] // key.shape[1]
-    squares_2BHK = squares_2BGK.repeat_interleave(group, dim=2)
-    return torch.where(visible_BHK, squares_2BHK, 0).to(state_dtype(tiled.device)).sum((1, 3))
-
-
-def _finite_squares(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return count and sum of squares of the finite entries along the last axis."""
-    squares = torch.linalg.vector_norm(values, dim=-1).square()
-    if known_finite(squares):
-        return torch.full_like(squares, values.shape[-1]), squares
-    kept = finite_indicator(values)
-    return kept.sum(-1), torch.linalg.vector_norm(values.nan_to_num(nan=0, posinf=0, neginf=0), dim=-1).square()
 
 
 def _pooled(rows: RowValues, tiled: TiledCall, wanted: Wanted, keys_2H: Tensor, facts: LayerFacts) -> AttentionSums:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_monitor.masking import Blocked, Triangles, blocked_entries, four_axes, window
+from attn_monitor.precision import full_matmul_precision
 from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.sums import state_dtype
 from attn_monitor.unseen import unseen
@@ -45,31 +46,8 @@ def undisturbed(tensor: Tensor | None) -> Iterator[None]:
         device = "cpu" if tensor is None else tensor.device.type
         if not torch.amp.is_autocast_available(device):
             device = "cpu"
-        with _full_matmul_precision(), torch.no_grad(), torch.autocast(device, enabled=False):
+        with full_matmul_precision(), torch.no_grad(), torch.autocast(device, enabled=False):
             yield
-
-
-@contextmanager
-def _full_matmul_precision() -> Iterator[None]:
-    """Multiply in true float32, and leave every setting as it was, also where old and new ones are mixed."""
-    # torch has no hints for these attributes.
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    if not all(hasattr(backend, "fp32_precision") for backend in backends):  # torch before 2.9 has one setting for all
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-        return
-    precisions = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for backend, precision in zip(backends, precisions, strict=True):
-            backend.fp32_precision = precision
 
 
 class Blocks(NamedTuple):
@@ -85,7 +63,7 @@ def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink
 
     Args:
         shape: The sizes of the call.
-        groups: The number of key heads: the query heads of one are not torn apart.
+        groups: The number of key heads: a block is some of the query heads of one, or all of those of several.
         is_causal: Whether columns are left out where a tile has few rows.
         queries: How many queries the whole call has.
         shrink: By how much tiles are made smaller, where memory is scarce.
@@ -95,11 +73,16 @@ def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink
     rows = max(1, min(shape.queries, max(least, min(MAX_ROWS, WIDE_TILE_ELEMENTS // shrink // keys))))
     pairs = max(1, elements // (rows * keys))
     together = max(1, shape.heads // max(1, groups))
-    heads = max(1, min(shape.heads, max(together, pairs // together * together)))
+    heads = max(1, min(shape.heads, pairs // together * together or _divisor(together, pairs)))
     items = max(1, min(shape.batch, pairs // heads))
     if not is_causal:
         rows = max(rows, elements // (max(1, items * heads) * keys))
     return Blocks(_slices(shape.batch, items), _slices(shape.heads, heads), _slices(shape.queries, rows))
+
+
+def _divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number up to a limit."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 def _slices(size: int, step: int) -> list[slice]:
@@ -125,6 +108,7 @@ class TiledCall:
         dtype: float32, or float64 if an input is.
         shrink: By how much tiles are smaller than usual.
         index: The rows that are looked at; `None` for all.
+        whole: All rows, where some are looked at.
         weights: How many rows of the call each row stands for, [Q]; `None` for one.
         cut: Of a part, how its whole is cut into tiles.
         triangles: What a causal mask cuts out of the tiles.
@@ -136,6 +120,7 @@ class TiledCall:
     queries: int
     shrink: int = 1
     index: Tensor | None = None
+    whole: TiledCall | None = None
     weights: Tensor | None = None
     cut: Blocks | None = None
     triangles: Triangles = field(default_factory=Triangles)
@@ -179,7 +164,7 @@ class TiledCall:
         query, logits, padding = (pick(tensor) for tensor in (self.call.query, self.call.logits, self.call.padding))
         call = replace(self.call, query=query, logits=logits, padding=padding, masks=masks)
         weights = (ends - starts).to(self.device, state_dtype(self.device), non_blocking=True)
-        return replace(self, call=call, positions=rows.tolist(), index=index, weights=weights)
+        return replace(self, call=call, positions=rows.tolist(), index=index, weights=weights, whole=self)
 
     def parts(self, *, values: bool = False) -> Iterator[tuple[slice, slice, TiledCall]]:
         """Yield some batch items and heads at a time, their tensors converted once for all of their tiles.
@@ -192,7 +177,7 @@ class TiledCall:
         cut = blocks(shape, groups, is_causal=call.is_causal, shrink=self.shrink)
         for items in cut.items:
             for heads in cut.heads:
-                key_heads = slice(heads.start * groups // shape.heads, -(-heads.stop * groups // shape.heads))
+                key_heads = self.key_heads(heads)
                 part = replace(
                     call,
                     query=self._scaled(items, heads),
@@ -204,6 +189,12 @@ class TiledCall:
                     sinks=None if call.sinks is None else call.sinks[heads],
                 )
                 yield items, heads, replace(self, call=part, cut=cut)
+
+    def key_heads(self, heads: slice) -> slice:
+        """Return the key heads that serve some query heads."""
+        groups = 1 if self.call.key is None else self.call.key.shape[1]
+        whole = self.call.shape.heads
+        return slice(heads.start * groups // whole, -(-heads.stop * groups // whole))
 
     def _scaled(self, items: slice, heads: slice) -> Tensor | None:
         """Return scale * query, which is smaller than scale * q.k."""

@@ -48,12 +48,12 @@ def variance_of_sum(parts_NBHQ: Tensor, weights_Q: Tensor) -> Tensor:
     Returns:
         The variances; nan if there is only one row.
     """
-    strata_NHQ = parts_NBHQ.sum(1)
-    count = strata_NHQ.shape[-1]
-    if count < 2:
-        return torch.full_like(strata_NHQ[..., 0], math.nan)
-    unseen = 1 - count / weights_Q.sum()
-    return strata_NHQ.diff(dim=-1).square().sum(-1) * unseen * count / (2 * (count - 1))
+    rows_NHQ = parts_NBHQ.sum(1) / weights_Q
+    if rows_NHQ.shape[-1] < 2:
+        return torch.full_like(rows_NHQ[..., 0], math.nan)
+    apart = rows_NHQ.diff(dim=-1).square() / 2
+    spread = (torch.cat([apart[..., :1], apart], dim=-1) + torch.cat([apart, apart[..., -1:]], dim=-1)) / 2
+    return (weights_Q * (weights_Q - 1) * spread).sum(-1)  # a stretch of one row has nothing unseen
 
 
 def standard_errors(
@@ -77,7 +77,12 @@ def standard_errors(
             found[name] = sums[f"{total}_v"].sqrt() / sums[count]
         elif name in _ROOTS:
             total, count = _ROOTS[name]
-            found[name] = sums[f"{total}_v"].sqrt() / sums[count] / (2 * value)
+            found[name] = _of_root(sums[f"{total}_v"].sqrt() / sums[count], value)
         elif name in _NORMS:
-            found[name] = sums[f"{_NORMS[name]}_v"].sqrt() / losses**2 / (2 * value)
+            found[name] = _of_root(sums[f"{_NORMS[name]}_v"].sqrt() / losses**2, value)
     return {name: error for name, error in found.items() if bool((error != 0).any())}
+
+
+def _of_root(error: Tensor, root: Tensor) -> Tensor:
+    """Return the error of a root from that of what is under it; a sum of squares that is 0 has no error."""
+    return torch.where(root == 0, 0, error / (2 * root))

@@ -65,9 +65,8 @@ class Workspaces:
     def at(self, device: torch.device, dtype: torch.dtype) -> Workspace:
         """Return this thread's workspace on a device."""
         place = device, dtype, threading.get_ident()
-        if place not in self._spaces:
-            self._spaces[place] = Workspace(device, dtype)
-        return self._spaces[place]
+        space = self._spaces.get(place)
+        return space or self._spaces.setdefault(place, Workspace(device, dtype))
 
     def fitting(self, compute: Callable[[int], T]) -> T:
         """Return what a computation returns, with tiles that fit.

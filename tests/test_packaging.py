@@ -80,6 +80,7 @@ ROOMS = {
         "softmax_gradients",
         "passes",
         "entries",
+        "factors",
         "sums",
         "uncertainty",
         "metric",

@@ -128,3 +128,35 @@ def test_a_single_row_has_an_unknown_error() -> None:
     query, key = torch.randn(2, 1, 1, 9, 4)
     stats = attention_statistics(query, key, max_queries=1)
     assert stats.standard_error["entropy"].isnan().all()
+
+
+def test_the_first_key_is_that_of_all_rows_also_where_a_mask_hides_it_from_the_sample() -> None:
+    position = torch.arange(128)
+    window = (position[:, None] - position <= 4) & (position <= position[:, None])
+    query, key = torch.randn(2, 1, 1, 128, 16)
+    call, names = AttentionCall(query=query, key=key, scale=0.5, masks=(window,)), frozenset({"sink_mass"})
+    exact = attention_sums(call, names).finalize(names).sink_mass
+    generator = torch.Generator().manual_seed(1)
+    stats = [attention_sums(call, names, 32, generator).finalize(names).sink_mass for _ in range(DRAWS)]
+    seen = torch.stack([one for one in stats if one is not None])
+    assert exact is not None
+    assert (seen.mean(0) - exact).abs() < 4 * seen.std(0) / math.sqrt(DRAWS)
+
+
+@pytest.mark.parametrize("count", [85, 100, 127])
+def test_rows_that_are_all_alike_are_certain(count: int) -> None:
+    # Stretches of one and of two rows stand for different numbers of rows: that is no spread.
+    query, key, value = torch.ones(1, 1, 128, D), torch.randn(1, 1, 64, D), torch.randn(1, 1, 64, V)
+    call = AttentionCall(query=query, key=key, value=value)
+    stats = attention_gradient_sums(call, torch.ones(1, 1, 128, V), count).finalize(ALL)
+    assert stats.grad_logits_norm is not None
+    error = stats.standard_error.get("grad_logits_norm", torch.zeros(1))
+    assert error.item() < 1e-5 * stats.grad_logits_norm.item()
+
+
+def test_a_statistic_that_is_zero_has_no_error() -> None:
+    stats = attention_statistics(torch.zeros(1, 1, 64, 4), torch.randn(1, 1, 64, 4), max_queries=8)
+    for name in ("logit_std", "logit_row_std", "q_rms", "qk_std"):
+        value = getattr(stats, name)
+        assert value.tolist() == [0.0]
+        assert stats.standard_error.get(name, torch.zeros(1)).tolist() == [0.0]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from attn_monitor import AttentionProbe, tiles
 from attn_monitor.catalog import GRADIENTS, STATISTICS
 from attn_monitor.functional import attention_statistics
-from attn_monitor.records import AttentionCall
+from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from attn_monitor.statistics import attention_sums
 from attn_monitor.workspace import Workspace, Workspaces
@@ -155,7 +156,7 @@ def test_a_bit_an_entry_is_kept_for_the_gradients_of_a_softmax() -> None:
 PEAK = """
 import resource, torch
 from attn_monitor.catalog import STATISTICS
-from attn_monitor.records import AttentionCall
+from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.statistics import attention_sums
 torch.set_num_threads(1)
 query, key, value, grad = torch.randn(4, 1, 2, {tokens}, 16).unbind(0)
@@ -179,3 +180,72 @@ def test_peak_memory_does_not_grow_with_the_square_of_the_length() -> None:
 def test_statistics_of_many_tokens_are_exact_across_tiles() -> None:
     query, key = torch.randn(1, 1, 300, D), torch.randn(1, 1, 300, D)
     assert_matches(attention_statistics(query, key, is_causal=True), attention_reference(query, key, is_causal=True))
+
+
+def largest(cut: tiles.Blocks, keys: int) -> int:
+    items, heads, rows = (part[0].stop - part[0].start for part in cut)
+    return int(items * heads * rows * keys)
+
+
+@pytest.mark.parametrize(("heads", "groups", "keys"), [(64, 1, 256), (71, 1, 8192), (32, 8, 4096), (32, 1, 32768)])
+def test_many_query_heads_on_one_key_head_make_no_larger_tiles(heads: int, groups: int, keys: int) -> None:
+    shape = CallShape(2, heads, 256, keys)
+    sizes = [largest(tiles.blocks(shape, groups, shrink=shrink), keys) for shrink in (1, 2, 4, 8, 16, 32, 64)]
+    assert sizes[0] <= tiles.WIDE_TILE_ELEMENTS
+    assert all(small <= big for big, small in pairwise(sizes))
+    assert sizes[-1] <= max(sizes[0] / 16, keys)
+    for shrink in (1, 8):
+        step = tiles.blocks(shape, groups, shrink=shrink).heads[0].stop
+        assert step % (heads // groups) == 0 or (heads // groups) % step == 0
+
+
+def test_heads_of_one_group_in_several_tiles_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(B, 12, Q, D), torch.randn(B, 2, K, D), torch.randn(B, 2, K, V)
+    call, grad = AttentionCall(query=query, key=key, value=value, scale=D**-0.5), torch.randn(B, 12, Q, V)
+    wanted = attention_sums(call, ALL, grad_output=grad).finalize(ALL)
+    for elements in (300, 2000, 5000):
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
+        monkeypatch.setattr(tiles, "WIDE_TILE_ELEMENTS", elements)
+        assert_same(attention_sums(call, ALL, grad_output=grad).finalize(ALL), wanted, relative=1e-6)
+
+
+def test_threads_bring_the_precision_of_products_back_together() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with tiles.undisturbed(torch.zeros(1)):
+            entered.set()
+            leave.wait()
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined] # torch has no hints for it
+        thread = threading.Thread(target=first)
+        thread.start()
+        entered.wait()
+        with tiles.undisturbed(torch.zeros(1)):
+            leave.set()
+            thread.join()
+            assert torch.backends.mkldnn.matmul.fp32_precision in {"ieee", "none"}  # type: ignore[attr-defined] # likewise
+        assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined] # likewise
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_an_inherited_precision_stays_inherited() -> None:
+    code = """
+import torch
+from attn_monitor.tiles import undisturbed
+backends = torch.backends
+backends.fp32_precision = "tf32"
+with undisturbed(torch.zeros(1)):
+    assert backends.cuda.matmul.fp32_precision == "ieee"
+backends.fp32_precision = "ieee"
+print(backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision)
+"""
+    wanted = code.replace("with undisturbed(torch.zeros(1)):", "if False:")
+    found = [
+        subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True).stdout
+        for text in (code, wanted)
+    ]
+    assert found[0] == found[1]
