@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.factors import KeySquares, finite_squares
 from attn_monitor.masking import Blocked
-from attn_monitor.precision import known_finite, row_norms
+from attn_monitor.precision import known_below, known_finite, row_norms
 from attn_monitor.records import AttentionCall
 from attn_monitor.relative import RelativeRows
 from attn_monitor.rows import RowValues
@@ -26,6 +26,8 @@ from attn_monitor.workspace import Workspace, Workspaces
 
 Note: TypeAlias = Callable[[slice, slice, Tile, Blocked], None]
 """Takes batch items, heads, the tile, and what is blocked in it."""
+_SHARP = 0.5
+"""Rows whose likeliest key has no more leave enough to the others that nothing is lost by subtracting it."""
 _EXTREMA = frozenset({"logit_max", "logit_min"})
 _PROBABILITIES = frozenset(
     {"entropy", "entropy_normalized", "max_probability", "sink_mass", "jacobian_trace", "jacobian_norm"}
@@ -196,6 +198,9 @@ def _probabilities(
         torch.sum(torch.mul(probs, gaps, out=work.third(gaps)), -1, out=out["weighted"])
     if first is not None:
         out["first"].copy_(_at_first_key(probs, first))
+    if known_below(out["top"], _SHARP):
+        _spread_probabilities(probs, work, out)
+        return
     below = gaps.sign_()  # -1 below the row maximum, 0 at it
     torch.sum(below, -1, out=out["ties"]).add_(gaps.shape[-1])
     rest = torch.mul(probs, below, out=work.third(gaps))
@@ -204,6 +209,19 @@ def _probabilities(
         torch.linalg.vector_norm(rest, dim=-1, out=out["rest2"])
     if "rest3" in out:
         torch.sum(torch.mul(rest, rest, out=gaps).mul_(rest), -1, out=out["rest3"])
+
+
+def _spread_probabilities(probs: Tensor, work: Workspace, out: Mapping[str, Tensor]) -> None:
+    """Write the same for rows of which none is near one-hot: subtracting the likeliest key cancels nothing there."""
+    top = out["top"]
+    out["ties"].fill_(1)
+    torch.sub(top, 1, out=out["rest1"])
+    if "rest2" in out:
+        norms = torch.linalg.vector_norm(probs, dim=-1)
+        out["rest2"].copy_((norms.square_() - top.square()).clamp_(min=0).sqrt_())
+    if "rest3" in out:
+        cubes = torch.mul(probs, probs, out=work.third(probs)).mul_(probs).sum(-1)
+        torch.sub(top.pow(3), cubes, out=out["rest3"])
 
 
 def _at_first_key(probs_bHtk: Tensor, first_b: Tensor) -> Tensor:

@@ -28,6 +28,14 @@ def known_finite(sums: Tensor) -> bool:
     return math.isfinite(total)
 
 
+def known_below(values: Tensor, limit: float) -> bool:
+    """Tell whether all values are known to be below a limit without waiting for a device."""
+    if values.device.type != "cpu" or not values.numel():
+        return False
+    (largest,) = values.amax().reshape(1).tolist()
+    return bool(largest < limit)
+
+
 def row_norms(values_bHtk: Tensor, out_bHt: Tensor) -> None:
     """Write the norm of each row, right also where its squares are not: 1e-25 squared is 0 in float32."""
     if values_bHtk.device.type == "cpu":

@@ -22,10 +22,8 @@ from attn_monitor.sums import state_dtype
 from attn_monitor.unseen import unseen
 from attn_monitor.workspace import Workspace
 
-TILE_ELEMENTS = 2**19
-"""Entries of a tile: 2 MiB in float32, which stays in a CPU's cache and still fills a GPU's launch."""
-WIDE_TILE_ELEMENTS = 2**20
-"""Entries of a tile of very long rows: products of fewer rows are slow."""
+TILE_ELEMENTS = 2**20
+"""Entries of a tile: 4 MiB in float32, which stays in a CPU's cache, and is enough for several threads or a GPU."""
 MIN_ROWS, MAX_ROWS = 32, 128
 """Thin products are slow ones; beyond this many rows rather take more heads at once, for less of a causal tile is
 above the diagonal then."""
@@ -70,7 +68,7 @@ def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink
     """
     keys, elements = max(1, shape.keys), max(1, TILE_ELEMENTS // shrink)
     least = max(1, MIN_ROWS // shrink)
-    rows = max(1, min(shape.queries, max(least, min(MAX_ROWS, WIDE_TILE_ELEMENTS // shrink // keys))))
+    rows = max(1, min(shape.queries, max(least, min(MAX_ROWS, elements // keys))))
     pairs = max(1, elements // (rows * keys))
     together = max(1, shape.heads // max(1, groups))
     heads = max(1, min(shape.heads, pairs // together * together or _divisor(together, pairs)))

@@ -49,7 +49,6 @@ def make_inputs() -> list[Tensor]:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 4096)
-    monkeypatch.setattr(tiles, "WIDE_TILE_ELEMENTS", 4096)
 
 
 def fail_beyond(limit: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -191,7 +190,7 @@ def largest(cut: tiles.Blocks, keys: int) -> int:
 def test_many_query_heads_on_one_key_head_make_no_larger_tiles(heads: int, groups: int, keys: int) -> None:
     shape = CallShape(2, heads, 256, keys)
     sizes = [largest(tiles.blocks(shape, groups, shrink=shrink), keys) for shrink in (1, 2, 4, 8, 16, 32, 64)]
-    assert sizes[0] <= tiles.WIDE_TILE_ELEMENTS
+    assert sizes[0] <= tiles.TILE_ELEMENTS
     assert all(small <= big for big, small in pairwise(sizes))
     assert sizes[-1] <= max(sizes[0] / 16, keys)
     for shrink in (1, 8):
@@ -205,7 +204,6 @@ def test_heads_of_one_group_in_several_tiles_give_the_same_numbers(monkeypatch: 
     wanted = attention_sums(call, ALL, grad_output=grad).finalize(ALL)
     for elements in (300, 2000, 5000):
         monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
-        monkeypatch.setattr(tiles, "WIDE_TILE_ELEMENTS", elements)
         assert_same(attention_sums(call, ALL, grad_output=grad).finalize(ALL), wanted, relative=1e-6)
 
 
