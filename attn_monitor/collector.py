@@ -23,7 +23,9 @@ from attn_monitor.taps import ChangedInPlaceError, GradientTaps, can_wait, savin
 from attn_monitor.unseen import unseen
 from attn_monitor.workspace import Workspaces
 
-NO_BACKWARD = "gradients not measured: no backward pass reached it while the probe was attached"
+NO_BACKWARD = (
+    "gradients not measured: no backward pass reached it while the probe was attached; it belongs inside the with block"
+)
 _MOST_FIRST_PASSES = 1000
 """Calls without a graph that are remembered: more than any checkpointed step has, and a bound where there is none."""
 GradScale: TypeAlias = "float | Callable[[], float | Tensor]"

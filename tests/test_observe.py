@@ -221,3 +221,18 @@ def test_what_is_no_tensor_is_skipped_too() -> None:
     with AttentionProbe(model) as probe:
         model(torch.zeros(1))
     assert "logits" in probe.skipped
+
+
+def test_a_forgotten_name_is_told() -> None:
+    class Forgetful(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            observe_attention(x, x, x)  # type: ignore[arg-type] # the mistake
+            observe_logits(x, "logits")  # type: ignore[arg-type] # the mistake
+            return x
+
+    model = Forgetful()
+    with AttentionProbe(model) as probe:
+        model(torch.randn(2, 3, 5, 7))
+    assert dict(probe.compute()) == {}
+    assert 'observe_attention("name", query, key)' in probe.skipped["observe_attention"]
+    assert 'observe_logits("name", logits)' in probe.skipped["observe_logits"]

@@ -713,3 +713,12 @@ def test_a_teacher_in_eval_mode_keeps_its_fast_path(frozen: bool) -> None:
     assert list(probe.compute()) == ["student"]
     assert "fast path" in probe.skipped["teacher"]
     assert (hooks(model), "forward" in vars(model.teacher), modes()) == (0, False, 0)
+
+
+def test_each_entry_of_a_choice_must_match() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=r"'layers\.9' in `modules` matches no module.*layers\.0"):
+        AttentionProbe(net, modules=["layers.0", "layers.9"]).attach()
+    with AttentionProbe(net, modules=["layers.0", "layers.1"]) as probe:
+        net(torch.randn(B, T, E))
+    assert list(probe.compute()) == ["layers.0", "layers.1"]

@@ -55,6 +55,20 @@ def unwatch(watcher: Watcher) -> None:
         _watchers.remove(watcher)
 
 
+def _check_name(name: object, function: str, tensors: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`name` expects a string, got {type(name).__name__}; the name of the record comes first: "
+            f'{function}("name", {tensors})'
+        )
+
+
+def _refuse(name: object, function: str, error: Exception) -> None:
+    """Tell every watcher why a call that was shown can't be measured."""
+    for watcher in tuple(_watchers):
+        watcher.not_observed(name if isinstance(name, str) else function, str(error))
+
+
 def observe_attention(
     name: str,
     query: Tensor,
@@ -104,6 +118,7 @@ def observe_attention(
         return
     try:
         with unseen():
+            _check_name(name, "observe_attention", "query, key")
             check_measurable(query, key)
             call = attention_call(
                 query.detach(),
@@ -127,8 +142,7 @@ def observe_attention(
                 path="observed",
             )
     except (UnmeasurableError, ValueError, TypeError, AttributeError) as error:
-        for watcher in tuple(_watchers):
-            watcher.not_observed(name, str(error))
+        _refuse(name, "observe_attention", error)
         return
     _show(name, sighting, output)
 
@@ -163,6 +177,7 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
         return
     try:
         with unseen():
+            _check_name(name, "observe_logits", "logits")
             check_measurable(logits)
             call, canonical = softmax_call(logits.detach(), dim=dim, head_dim=head_dim)
             differentiable = torch.is_grad_enabled() and logits.requires_grad
@@ -170,7 +185,6 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
                 call=call, logits=logits, canonical=canonical, differentiable=differentiable, path="observed"
             )
     except (UnmeasurableError, ValueError, TypeError, AttributeError, IndexError) as error:
-        for watcher in tuple(_watchers):
-            watcher.not_observed(name, str(error))
+        _refuse(name, "observe_logits", error)
         return
     _show(name, sighting, None)

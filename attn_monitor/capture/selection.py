@@ -61,12 +61,16 @@ def select_modules(modules: Selection, names: Mapping[nn.Module, str]) -> frozen
     selectors = _selectors(modules)
     if not selectors:
         return None
-    matching = {name for module, name in names.items() if any(_matches(s, name, module) for s in selectors)}
-    if not matching:
-        raise ValueError(
-            f"modules={modules!r} matches no module. Expected a name, a glob, a module type or a predicate that fits "
-            f"at least one of: {_listing(selectors, names.values())}."
-        )
+    matching: set[str] = set()
+    for selector in selectors:
+        found = {name for module, name in names.items() if _matches(selector, name, module)}
+        if not found:
+            which = f"modules={modules!r}" if len(selectors) == 1 else f"{selector!r} in `modules`"
+            raise ValueError(
+                f"{which} matches no module. Expected a name, a glob, a module type or a predicate that fits at least "
+                f"one of: {_listing([selector], names.values())}."
+            )
+        matching |= found
     return frozenset(matching)
 
 
