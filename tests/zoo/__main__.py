@@ -34,6 +34,9 @@ do not report is compared with the eager implementation of the same weights.
 Unless the remark says otherwise: head dimension and scale are those of the config, no router or classifier is found,
 and outputs, gradients and random numbers are the same to the bit with and without a probe. Where a model has both
 implementations, all statistics agree between them.
+
+The summary counts the models listed here, and what they report or put through a softmax. A kernel nobody can look into,
+in a module whose name says nothing of attention, would be in no such list ([limitations](limitations.md)).
 """
 
 
