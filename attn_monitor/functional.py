@@ -70,8 +70,8 @@ def attention_statistics(
         >>> stats = attention_statistics(query, key)
         >>> [f"{value:.4f}" for value in stats.entropy.tolist()]  # ln 4
         ['1.3863', '1.3863']
-        >>> stats.jacobian_trace.tolist()
-        [1.0, 1.0]
+        >>> [f"{value:.4f}" for value in stats.jacobian_trace.tolist()]  # uniform
+        ['1.0000', '1.0000']
     """
     check_max_queries(max_queries)
     call = attention_call(

@@ -64,14 +64,20 @@ def select_modules(modules: Selection, names: Mapping[nn.Module, str]) -> frozen
     matching: set[str] = set()
     for selector in selectors:
         found = {name for module, name in names.items() if _matches(selector, name, module)}
-        if not found:
-            which = f"modules={modules!r}" if len(selectors) == 1 else f"{selector!r} in `modules`"
-            raise ValueError(
-                f"{which} matches no module. Expected a name, a glob, a module type or a predicate that fits at least "
-                f"one of: {_listing([selector], names.values())}."
-            )
+        # A name is meant for this model, and wrong here; a list of types may be meant for several.
+        if not found and isinstance(selector, str) and len(selectors) > 1:
+            raise ValueError(_no_match(f"{selector!r} in `modules`", [selector], names))
         matching |= found
+    if not matching:
+        raise ValueError(_no_match(f"modules={modules!r}", selectors, names))
     return frozenset(matching)
+
+
+def _no_match(which: str, selectors: Sequence[Selector], names: Mapping[nn.Module, str]) -> str:
+    return (
+        f"{which} matches no module. Expected a name, a glob, a module type or a predicate that fits at least one of: "
+        f"{_listing(selectors, names.values())}."
+    )
 
 
 def _matches(selector: Selector, name: str, module: nn.Module) -> bool:
