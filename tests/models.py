@@ -92,7 +92,7 @@ class SelfAttention(nn.MultiheadAttention):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(DIM, HEADS, dropout=dropout, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override] # one argument instead of three
         return super().forward(x, x, x, need_weights=False)[0]
 
 

@@ -130,7 +130,7 @@ def test_the_gradient_is_free_of_the_loss_scale() -> None:
     quiet(callbacks=[plain], accumulate_grad_batches=2).fit(model, loader(4))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     precision = MixedPrecision("16-mixed", "cpu", scaler)
-    precision.autocast_context_manager = lambda: torch.autocast("cpu", enabled=False)  # type: ignore[method-assign]
+    precision.autocast_context_manager = lambda: torch.autocast("cpu", enabled=False)  # type: ignore[method-assign] # a precision plugin for this test
     quiet(callbacks=[scaled], accumulate_grad_batches=2, plugins=[precision]).fit(twin, loader(4))
     assert scaler.get_scale() == 4096.0
     for (_, one), (_, other) in zip(plain.history, scaled.history, strict=True):
@@ -251,7 +251,7 @@ def test_the_history_keeps_the_latest_records(size: int, kept: list[int]) -> Non
 def test_both_lightning_packages_are_served(name: str, tmp_path: Path) -> None:
     package = pytest.importorskip(name)
 
-    class Model(package.LightningModule):  # type: ignore[misc, name-defined]
+    class Model(package.LightningModule):  # type: ignore[misc, name-defined] # the package is a parameter
         def __init__(self) -> None:
             super().__init__()
             self.net = Lit("hand").net
@@ -352,7 +352,7 @@ def test_bad_arguments_are_refused_at_construction(
 
 def test_arguments_are_keyword_only() -> None:
     with pytest.raises(TypeError):
-        AttentionMonitor("net")  # type: ignore[call-arg]
+        AttentionMonitor("net")  # type: ignore[call-arg] # the mistake
 
 
 def test_a_pattern_that_matches_nothing_ends_the_fit_before_it_starts() -> None:

@@ -168,7 +168,7 @@ class CountSyncs(TorchDispatchMode):
     """Counts what makes a device wait for the host."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call] # torch has no hints for it
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -80,8 +80,8 @@ class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(DIM), Mixer()
-        self.attn.inner = nn.Identity()  # type: ignore[assignment]
-        self.attn.forward = lambda x: x.cumsum(1)  # type: ignore[method-assign]
+        self.attn.inner = nn.Identity()  # type: ignore[assignment] # the attention is taken out
+        self.attn.forward = lambda x: x.cumsum(1)  # type: ignore[method-assign] # and does something else
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.attn(self.norm(x))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch has no hints for it
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 

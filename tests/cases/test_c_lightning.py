@@ -81,7 +81,7 @@ class Adversarial(Trained):
         self.automatic_optimization = False
         self.judge = nn.Linear(12, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override] # returns nothing on purpose
         optimizers: Any = self.optimizers()
         for optimizer in optimizers:
             loss = self.judge(self.net(batch[0])).square().mean()
