@@ -16,8 +16,9 @@ from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.entries import QualifyingEntries
 from attn_monitor.placement import Placement
+from attn_monitor.pooling import LayerRows, PoolingQueue
 from attn_monitor.records import AttentionCall
-from attn_monitor.statistics import attention_sums, softmax_sums
+from attn_monitor.statistics import attention_rows, softmax_rows
 from attn_monitor.sums import AttentionSums
 from attn_monitor.taps import ChangedInPlaceError, GradientTaps, can_wait, saving
 from attn_monitor.unseen import unseen
@@ -82,6 +83,7 @@ class Collector:
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
         self._merging = threading.Lock()
         self._spaces = Workspaces()
+        self._queue = PoolingQueue[tuple[Hashable, "float | Tensor"]](self._pooled, self._not_pooled)
         self._taps = GradientTaps(
             self._deliver,
             self._gradient_failed,
@@ -128,6 +130,7 @@ class Collector:
     def reset(self) -> None:
         """Forget what was collected; what was discovered stays."""
         self._taps.remove()
+        self._queue.clear()
         self.sums.clear()
         self._order.clear()
         self._skipped.clear()
@@ -228,10 +231,10 @@ class Collector:
         """Measure a forward pass; return what the gradients of a softmax will need if that is wanted."""
         sample = (self._max_queries, self._generator)
         if not bits:
-            self._merge(record, attention_sums(call, self._statistics, *sample, spaces=self._spaces))
+            self._deliver(record, attention_rows(call, self._statistics, *sample, spaces=self._spaces))
             return None
-        sums, entries = softmax_sums(call, self._statistics, *sample, spaces=self._spaces)
-        self._merge(record, sums)
+        rows, entries = softmax_rows(call, self._statistics, *sample, spaces=self._spaces)
+        self._deliver(record, rows)
         return entries
 
     def _has_gradients(self, record: str) -> bool:
@@ -246,10 +249,23 @@ class Collector:
             before = self.sums.get(record)
             self.sums[record] = sums if before is None else before.merge(sums)
 
-    def _deliver(self, record: Hashable, sums: AttentionSums) -> None:
-        if sums.measured & GRADIENTS:
+    def _deliver(self, record: Hashable, found: LayerRows | AttentionSums) -> None:
+        scale: float | Tensor = 1.0
+        if isinstance(found, AttentionSums) or found.wanted.gradients:  # its value now is that of this backward pass
             scale = self._grad_scale() if callable(self._grad_scale) else self._grad_scale
-            sums = sums.divided_gradients(scale)
+        if isinstance(found, AttentionSums):
+            self._place(record, found.divided_gradients(scale))
+        else:
+            self._queue.put((record, scale), found)
+
+    def _pooled(self, key: tuple[Hashable, float | Tensor], sums: AttentionSums) -> None:
+        record, scale = key
+        self._place(record, sums.divided_gradients(scale))
+
+    def _not_pooled(self, key: tuple[Hashable, float | Tensor], error: Exception) -> None:
+        self._gradient_failed(key[0], error)
+
+    def _place(self, record: Hashable, sums: AttentionSums) -> None:
         if isinstance(record, _Unplaced):
             self._unplaced.append((record, sums))
         else:
@@ -259,6 +275,7 @@ class Collector:
         """Measure what still waits and place what the backward pass could not. This may wait for the device."""
         with unseen():
             lost_records = self._taps.finish()
+            self._queue.empty()
         for lost in lost_records:
             self._notes[str(lost)] = (
                 "gradients not measured: the checkpointed region was not recomputed where it is seen"
@@ -292,6 +309,7 @@ class Collector:
             self._fail(record, error)
 
     def _gradient_failed(self, record: Hashable, error: Exception) -> None:
+        self._queue.empty()
         if isinstance(error, ChangedInPlaceError) and isinstance(record, str) and record in self.sums:
             self._ungraded[record] = f"gradients not measured: {error}"  # those of other calls would be half the truth
             return

@@ -5,6 +5,7 @@ Axes: B batch, H heads, Q queries, K keys; b batch items, t rows and k columns o
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,7 @@ class VisibleKeys:
 
     def __init__(self, tiled: TiledCall) -> None:
         shape = tiled.call.shape
+        self._lock = threading.Lock()
         self._seen = torch.zeros((shape.batch, shape.heads, shape.keys), device=tiled.device, dtype=tiled.dtype)
 
     def note(self, items: slice, heads: slice, tile: Tile, blocked: Blocked) -> None:
@@ -96,7 +98,8 @@ class VisibleKeys:
         self._seen[items, heads, : blocked.start] = 1
         seen = self._seen[items, heads, blocked.start : tile.columns]
         visible = torch.as_tensor(blocked.visible(), device=seen.device, dtype=seen.dtype)
-        seen.copy_(torch.maximum(seen, visible))
+        with self._lock:  # tiles of several threads share the keys
+            seen.copy_(torch.maximum(seen, visible))
 
     def keys(self) -> Tensor:
         """Return True for the visible keys, [B, H, K]."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_monitor.catalog import GRADIENTS
 from attn_monitor.passes import Wanted, fill_rows
+from attn_monitor.pooling import LayerRows, pooled
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
-from attn_monitor.sums import AttentionSums
+from attn_monitor.sums import AttentionSums, LayerFacts
 from attn_monitor.tiles import TiledCall, undisturbed
 from attn_monitor.workspace import Workspaces
 
@@ -26,7 +26,21 @@ def attention_gradient_sums(
     *,
     spaces: Workspaces | None = None,
 ) -> AttentionSums:
-    """Return the gradient sums of a fused kernel alone, from the gradient of its output.
+    """Return the gradient sums of a fused kernel alone; the arguments are those of `attention_gradient_rows`."""
+    rows = attention_gradient_rows(call, grad_output, max_queries, generator, spaces=spaces)
+    with undisturbed(call.query):
+        return pooled([rows])[0]
+
+
+def attention_gradient_rows(
+    call: AttentionCall,
+    grad_output: Tensor,
+    max_queries: int | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    spaces: Workspaces | None = None,
+) -> LayerRows:
+    """Return the rows of the gradients of a fused kernel alone, from the gradient of its output.
 
     dP = dO V^T and dS = P (dP - rowsum(P dP)), with P recomputed in tiles.
 
@@ -44,7 +58,7 @@ def attention_gradient_sums(
     spaces = spaces or Workspaces()
     with undisturbed(call.query):
         return spaces.fitting(
-            lambda shrink: _sums(TiledCall.of(call, shrink).at_most(max_queries, generator), grad_output, spaces)
+            lambda shrink: _rows(TiledCall.of(call, shrink).at_most(max_queries, generator), grad_output, spaces)
         )
 
 
@@ -57,17 +71,9 @@ def check_gradient(call: AttentionCall, grad_output: Tensor) -> None:
         raise ValueError(f"`grad_output` expects the output's shape {expected}, got {tuple(grad_output.shape)}.")
 
 
-def pooled_gradients(rows: RowValues, tiled: TiledCall) -> AttentionSums:
-    """Return the gradient sums of rows that have been filled in."""
-    count, logits, probs = rows.gradient_sums()
-    variances = {name: value for name, value in rows.variances.items() if name.startswith("grad_")}
-    estimated = tiled.call.dropout or tiled.index is not None
-    approximate = GRADIENTS if estimated else frozenset()
-    return AttentionSums.from_gradients(logits, probs, rows=count, variances=variances, approximate=approximate)
-
-
-def _sums(tiled: TiledCall, grad_output: Tensor, spaces: Workspaces) -> AttentionSums:
+def _rows(tiled: TiledCall, grad_output: Tensor, spaces: Workspaces) -> LayerRows:
     wanted = Wanted.by(tiled.call, frozenset(), sampled=tiled.index is not None, gradients=True)
     rows = RowValues(wanted.names(), tiled.call.shape, tiled.device, tiled.dtype, tiled.weights)
     fill_rows(rows, tiled, wanted, spaces, grad_output=grad_output)
-    return pooled_gradients(rows, tiled)
+    no_keys = torch.zeros((2, tiled.call.shape.heads), device=tiled.device, dtype=rows.dtype)
+    return LayerRows.of(rows, tiled, wanted, no_keys, LayerFacts())

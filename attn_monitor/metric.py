@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from attn_monitor.catalog import resolve_statistics
 from attn_monitor.records import AttentionStatistics
-from attn_monitor.sums import ADDITIVE, MOMENTS, AttentionSums, LayerFacts, pool_moments
+from attn_monitor.sums import ADDITIVE, MOMENTS, AttentionSums, LayerFacts, finalized, pool_moments
 
 _MOMENT_ROWS = 3 * len(MOMENTS)
 
@@ -85,7 +85,8 @@ class AttentionMetric(Metric):
         Args:
             losses: Over how many losses the optimizer step's loss is the mean: micro-batches times ranks.
         """
-        return {name: self._layer(name).finalize(self.statistics, losses) for name in self._columns}
+        layers = [self._layer(name) for name in self._columns]
+        return dict(zip(self._columns, finalized(layers, self.statistics, losses), strict=True))
 
     def forward(self, sums: Mapping[str, AttentionSums]) -> dict[str, AttentionStatistics]:
         """Add the sums and return the statistics of these alone."""
@@ -99,13 +100,14 @@ class AttentionMetric(Metric):
         self._facts = {}
 
     def _append(self, heads: Mapping[str, int]) -> None:
+        start = self.additive.shape[-1]
         for name, count in heads.items():
-            start = self.additive.shape[-1]
             self._columns[name] = slice(start, start + count)
-            more = _neutral(count)
-            self.additive = torch.cat([self.additive, more.additive], dim=-1)
-            self.moments = torch.cat([self.moments, more.moments], dim=-1)
-            self.extrema = torch.cat([self.extrema, more.extrema], dim=-1)
+            start += count
+        more = _neutral(sum(heads.values()))
+        self.additive = torch.cat([self.additive, more.additive], dim=-1)
+        self.moments = torch.cat([self.moments, more.moments], dim=-1)
+        self.extrema = torch.cat([self.extrema, more.extrema], dim=-1)
 
     def _add(self, sums: Mapping[str, AttentionSums]) -> None:
         packed = torch.cat([_pack(layer) for layer in sums.values()], dim=-1).to("cpu").to(torch.float64)
@@ -122,11 +124,7 @@ class AttentionMetric(Metric):
             additive=self.additive[:, columns],
             moments=self.moments[..., columns],
             extrema=self.extrema[:, columns],
-            measured=facts.measured,
-            approximate=facts.approximate,
-            head_dim=facts.head_dim,
-            keys=facts.keys,
-            calls=facts.calls,
+            **facts.as_arguments(),
         )
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:

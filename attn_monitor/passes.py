@@ -6,13 +6,16 @@ a tile. A tile is overwritten many times, in three pieces of memory: each pass s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from attn_monitor import crew
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.factors import KeySquares, finite_squares
 from attn_monitor.masking import Blocked
@@ -28,6 +31,8 @@ Note: TypeAlias = Callable[[slice, slice, Tile, Blocked], None]
 """Takes batch items, heads, the tile, and what is blocked in it."""
 _SHARP = 0.5
 """Rows whose likeliest key has no more leave enough to the others that nothing is lost by subtracting it."""
+WORTH_THREADS = 2**18
+"""Entries from which handing tiles over to threads costs less than it saves."""
 _EXTREMA = frozenset({"logit_max", "logit_min"})
 _PROBABILITIES = frozenset(
     {"entropy", "entropy_normalized", "max_probability", "sink_mass", "jacobian_trace", "jacobian_norm"}
@@ -133,24 +138,39 @@ def fill_rows(
         grad_output: The gradient of the output, [B, H, Q, V], with all rows of the call.
         notes: Who else wants to know what is blocked in each tile.
     """
-    work = spaces.at(tiled.device, tiled.dtype)
     if grad_output is not None and tiled.index is not None:
         grad_output = grad_output.index_select(2, tiled.index)
-    for items, heads, part in tiled.parts(values=grad_output is not None):
-        if wanted.queries and tiled.call.query is not None:
-            every_row = rows.window(items, heads, slice(None))
-            sizes = finite_squares(tiled.call.query[items, heads].to(tiled.dtype))
-            for name, values in zip(("q_n", "q_sq"), sizes, strict=True):
-                every_row[name].copy_(values)
-        if squares is not None and part.call.key is not None:
-            squares.put(items, tiled.key_heads(heads), part.call.key)
-        for tile in part.tiles():
-            grad = None if grad_output is None else grad_output[items, heads, tile.rows]
-            first_b = None if first is None else first[items]
-            blocked = part.blocked(tile)
-            _look(part, tile, blocked, wanted, work, rows.window(items, heads, tile.rows), first_b, grad)
-            for note in notes:
-                note(items, heads, tile, blocked)
+
+    def look(items: slice, heads: slice, part: TiledCall, tile: Tile) -> None:
+        work = spaces.at(tiled.device, tiled.dtype)
+        grad = None if grad_output is None else grad_output[items, heads, tile.rows]
+        first_b = None if first is None else first[items]
+        blocked = part.blocked(tile)
+        _look(part, tile, blocked, wanted, work, rows.window(items, heads, tile.rows), first_b, grad)
+        for note in notes:
+            note(items, heads, tile, blocked)
+
+    def jobs() -> Iterator[crew.Job]:
+        for items, heads, part in tiled.parts(values=grad_output is not None):
+            if wanted.queries or squares is not None:
+                yield partial(_sizes, tiled, rows if wanted.queries else None, squares, items, heads, part)
+            for tile in part.tiles():
+                yield partial(look, items, heads, part, tile)
+
+    crew.run(jobs(), crew.workers(tiled.device) if math.prod(tiled.call.shape) >= WORTH_THREADS else 1)
+
+
+def _sizes(
+    tiled: TiledCall, rows: RowValues | None, squares: KeySquares | None, items: slice, heads: slice, part: TiledCall
+) -> None:
+    """Fill in the sizes of the queries and keys of a part."""
+    if rows is not None and tiled.call.query is not None:
+        every_row = rows.window(items, heads, slice(None))
+        sizes = finite_squares(tiled.call.query[items, heads].to(tiled.dtype))
+        for name, values in zip(("q_n", "q_sq"), sizes, strict=True):
+            every_row[name].copy_(values)
+    if squares is not None and part.call.key is not None:
+        squares.put(items, tiled.key_heads(heads), part.call.key)
 
 
 def _look(

@@ -7,14 +7,14 @@ it is float64 (float32 on mps) and small beside a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attn_monitor.records import CallShape
 from attn_monitor.sums import pool_moments, state_dtype
-from attn_monitor.uncertainty import variance_of_sum
+from attn_monitor.uncertainty import VARIANCES, variance_of_sum
 
 _LOWEST = -1e4
 """Differences to the largest outcome are cut here: exp is 0 long before, and 0 * -inf would be nan."""
@@ -52,14 +52,42 @@ class RowValues:
         dtype: torch.dtype,
         weights: Tensor | None = None,
     ) -> None:
+        self._fill(names, torch.zeros((len(names), *shape[:3]), device=device, dtype=dtype), weights)
+
+    def _fill(self, names: Sequence[str], memory: Tensor, weights: Tensor | None) -> None:
         self._names = tuple(names)
-        self._memory = torch.zeros((len(names), *shape[:3]), device=device, dtype=dtype)
-        self.dtype = state_dtype(device)
+        self._memory = memory
         self._weights = weights
+        self.dtype = state_dtype(memory.device)
         self._values: dict[str, Tensor] = {}
         self._moments: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.variances: dict[str, Tensor] = {}
         """Of sums over sampled rows, by what was summed, [H]; filled in as the sums are made."""
+
+    @classmethod
+    def beside(cls, parts: Sequence[RowValues]) -> RowValues:
+        """Put the rows of several layers of the same `layout` side by side, as if they were heads of one."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = object.__new__(cls)
+        whole._fill(parts[0]._names, torch.cat([part._memory for part in parts], dim=2), parts[0]._weights)
+        return whole
+
+    @property
+    def layout(self) -> Hashable:
+        """What rows have in common that can lie side by side."""
+        _, batch, _, queries = self._memory.shape
+        return self._names, batch, queries, self._memory.device, self._memory.dtype, self.sampled
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some rows stand for all."""
+        return self._weights is not None
+
+    @property
+    def values(self) -> int:
+        """How many numbers there are."""
+        return self._memory.numel()
 
     def window(self, items: slice, heads: slice, rows: slice) -> dict[str, Tensor]:
         """Return views of some rows of some batch items and heads, to be filled."""
@@ -115,9 +143,8 @@ class RowValues:
             total, middle, squares = pooled_3H[:, :, None]
             apart = count * (mean - middle)
             squared = deviation + apart * (mean - middle) - count * (squares / total.clamp(min=1))
-            names = ("logit_dev_v", "logit_m2_v") if not prefix else ("", "qk_m2_v")
-            variances = variance_of_sum(torch.stack([apart, squared]), self._weights)
-            self.variances |= {name: value for name, value in zip(names, variances, strict=True) if name}
+            names = [f"{prefix or 'logit_'}{of}_v" for of in ("dev", "m2")]
+            self._note_variances(names, variance_of_sum(torch.stack([apart, squared]), self._weights))
         return pooled_3H
 
     def extremum(self, name: str, sign: int = 1) -> Tensor:
@@ -145,8 +172,12 @@ class RowValues:
             means_NH = totals_NH / weights_BHQ.sum((0, 2)).clamp(min=1)
             stacked_NBHQ -= means_NH[:, None, :, None] * weights_BHQ
         names = [f"{name}_v" for name in values]
-        self.variances |= dict(zip(names, variance_of_sum(stacked_NBHQ, self._weights).unbind(0), strict=True))
+        self._note_variances(names, variance_of_sum(stacked_NBHQ, self._weights))
         return dict(zip(values, totals_NH.unbind(0), strict=True))
+
+    def _note_variances(self, names: Sequence[str], values_NH: Tensor) -> None:
+        """Keep those that anything is made of: a count has none, say."""
+        self.variances |= {name: value for name, value in zip(names, values_NH, strict=True) if name in VARIANCES}
 
     def _row_moments(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return count, mean and sum of squared deviations of each row."""

@@ -5,14 +5,17 @@ Axes: B batch, H heads, Q queries, K keys; b batch items, t rows of a tile.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from attn_monitor import crew
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.entries import EntryBits, QualifyingEntries
-from attn_monitor.passes import Wanted, fill_rows
+from attn_monitor.passes import WORTH_THREADS, Wanted, fill_rows
 from attn_monitor.precision import known_finite, row_norms
 from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.rows import RowValues
@@ -104,17 +107,24 @@ def _kept_squares(grad_BHQK: Tensor, entries: QualifyingEntries, spaces: Workspa
     """Return the sum of squares over the qualifying entries of each row, as much as the row stands for, [B, H, Q]."""
     shape, device = entries.looked_at, grad_BHQK.device
     dtype = torch.float64 if grad_BHQK.dtype == torch.float64 else torch.float32
-    work = spaces.at(device, dtype)
     norms = torch.zeros(shape[:3], device=device, dtype=dtype)
-    cut = blocks(shape, shrink=shrink)
-    for items in cut.items:
-        for heads in cut.heads:
-            grad_bHQK = entries.rows(grad_BHQK[items, heads])
-            for rows in cut.rows if shape.keys else ():
-                seen = grad_bHQK[:, :, rows]
-                grad = work.take(1, seen.shape).copy_(seen)
-                keep = work.second(grad).copy_(entries.keep(items, heads, rows))
-                grad = grad.mul_(keep) if known_finite(grad.sum(-1)) else grad.masked_fill_(keep == 0, 0)
-                row_norms(grad, norms[items, heads, rows])
+    count = crew.workers(device) if math.prod(shape) >= WORTH_THREADS else 1
+    cut = blocks(shape, shrink=shrink, workers=count)
+
+    def square(items: slice, heads: slice, rows: slice, seen: Tensor) -> None:
+        work = spaces.at(device, dtype)
+        grad = work.take(1, seen.shape).copy_(seen)
+        keep = work.second(grad).copy_(entries.keep(items, heads, rows))
+        grad = grad.mul_(keep) if known_finite(grad.sum(-1)) else grad.masked_fill_(keep == 0, 0)
+        row_norms(grad, norms[items, heads, rows])
+
+    def jobs() -> Iterator[crew.Job]:
+        for items in cut.items:
+            for heads in cut.heads:
+                grad_bHQK = entries.rows(grad_BHQK[items, heads])
+                for rows in cut.rows if shape.keys else ():
+                    yield partial(square, items, heads, rows, grad_bHQK[:, :, rows])
+
+    crew.run(jobs(), count)
     squares = norms.to(state_dtype(device)).square()
     return squares if entries.weights is None else squares * entries.weights

@@ -1,4 +1,4 @@
-"""From one attention call to its sums: exact row statistics in tiles, pooled per head.
+"""From one attention call to its rows, in tiles, and to its sums.
 
 Axes: B batch, H query heads, G key heads, Q queries, K keys, V value dimension. Tiles are float32 (float64 for float64
 inputs); what is pooled over rows is float64.
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from attn_monitor.entries import EntryBits, QualifyingEntries, VisibleKeys, first_visible, visible_keys
 from attn_monitor.factors import KeySquares
-from attn_monitor.gradients import check_gradient, pooled_gradients
+from attn_monitor.gradients import check_gradient
 from attn_monitor.passes import Note, Wanted, fill_rows
+from attn_monitor.pooling import LayerRows, pooled
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
 from attn_monitor.sums import AttentionSums, LayerFacts
-from attn_monitor.tiles import TiledCall, per_head, undisturbed
+from attn_monitor.tiles import TiledCall, undisturbed
 from attn_monitor.workspace import Workspaces
 
 
@@ -29,7 +30,22 @@ def attention_sums(
     grad_output: Tensor | None = None,
     spaces: Workspaces | None = None,
 ) -> AttentionSums:
-    """Return the sums of one attention call, on its device and without waiting for it.
+    """Return the sums of one attention call; the arguments are those of `attention_rows`."""
+    rows = attention_rows(call, statistics, max_queries, generator, grad_output=grad_output, spaces=spaces)
+    with undisturbed(call.query if call.logits is None else call.logits):
+        return pooled([rows])[0]
+
+
+def attention_rows(
+    call: AttentionCall,
+    statistics: frozenset[str],
+    max_queries: int | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    grad_output: Tensor | None = None,
+    spaces: Workspaces | None = None,
+) -> LayerRows:
+    """Return the rows of one attention call, from which `pooled` makes sums, without waiting for its device.
 
     Args:
         call: The call; it is not modified.
@@ -48,21 +64,21 @@ def attention_sums(
     spaces = spaces or Workspaces()
     with undisturbed(call.query if call.logits is None else call.logits):
         return spaces.fitting(
-            lambda shrink: _sums(
+            lambda shrink: _rows(
                 TiledCall.of(call, shrink).at_most(max_queries, generator), statistics, grad_output, spaces
-            )[0]
+            )
         )
 
 
-def softmax_sums(
+def softmax_rows(
     call: AttentionCall,
     statistics: frozenset[str],
     max_queries: int | None = None,
     generator: torch.Generator | None = None,
     *,
     spaces: Workspaces | None = None,
-) -> tuple[AttentionSums, QualifyingEntries]:
-    """Return the sums of one attention call, and the entries that its gradients will need: in one look.
+) -> tuple[LayerRows, QualifyingEntries]:
+    """Return the rows of one attention call, and the entries that its gradients will need: in one look.
 
     Args:
         call: The call.
@@ -73,23 +89,23 @@ def softmax_sums(
     """
     spaces = spaces or Workspaces()
 
-    def compute(shrink: int) -> tuple[AttentionSums, QualifyingEntries]:
+    def compute(shrink: int) -> tuple[LayerRows, QualifyingEntries]:
         tiled = TiledCall.of(call, shrink).at_most(max_queries, generator)
         bits = EntryBits(tiled)
-        sums, rows = _sums(tiled, statistics, None, spaces, bits)
-        return sums, bits.entries(rows, tiled, call.shape)
+        layer = _rows(tiled, statistics, None, spaces, bits)
+        return layer, bits.entries(layer.rows, tiled, call.shape)
 
     with undisturbed(call.query if call.logits is None else call.logits):
         return spaces.fitting(compute)
 
 
-def _sums(
+def _rows(
     tiled: TiledCall,
     statistics: frozenset[str],
     grad_output: Tensor | None,
     spaces: Workspaces,
     bits: EntryBits | None = None,
-) -> tuple[AttentionSums, RowValues]:
+) -> LayerRows:
     sampled = tiled.index is not None
     wanted = Wanted.by(tiled.call, statistics, sampled=sampled, gradients=grad_output is not None)
     rows = RowValues(wanted.names(), tiled.call.shape, tiled.device, tiled.dtype, tiled.weights)
@@ -121,40 +137,4 @@ def _sums(
         keys=tiled.call.shape.keys,
         calls=1,
     )
-    sums = _pooled(rows, tiled, wanted, keys, facts)
-    return sums if grad_output is None else sums.merge(pooled_gradients(rows, tiled)), rows
-
-
-def _pooled(rows: RowValues, tiled: TiledCall, wanted: Wanted, keys_2H: Tensor, facts: LayerFacts) -> AttentionSums:
-    """Combine the rows of each head and add what the call itself says."""
-    call, heads = tiled.call, tiled.call.shape.heads
-    values = rows.sums(call.sinks)
-    if call.padding is not None:
-        values["masked_rows"] = values["masked_rows"] - call.padding.sum()
-    if wanted.keys:
-        values["k_n"], values["k_sq"] = keys_2H[0], keys_2H[1] / per_head(call.key_scale, heads, keys_2H).square()
-    if call.scale is not None:
-        parts = [per_head(part, heads, keys_2H) for part in (call.scale, call.query_scale, call.key_scale)]
-        values["scale_n"], values["scale_sum"] = torch.ones_like(parts[0]), parts[0] * parts[1] * parts[2]
-    moments: dict[str, Tensor] = {}
-    if wanted.moments:
-        moments["logit"] = rows.moments()
-    if wanted.qk_apart:
-        moments["qk"] = rows.moments("qk_")
-    elif wanted.qk_alike:
-        moments["qk"] = moments["logit"]
-    values |= rows.variances
-    if wanted.qk_alike and "logit_m2_v" in values:
-        values["qk_m2_v"] = values["logit_m2_v"]
-    if wanted.queries:
-        query_scale = per_head(call.query_scale, heads, keys_2H)
-        values["q_sq"] = values["q_sq"] / query_scale.square()
-        if "q_sq_v" in values:
-            values["q_sq_v"] = values["q_sq_v"] / query_scale**4
-    return AttentionSums.build(
-        values,
-        moments=moments,
-        largest=rows.extremum("largest") if "logit_max" in wanted.measured else None,
-        negated_smallest=rows.extremum("smallest", -1) if wanted.smallest else None,
-        facts=facts,
-    )
+    return LayerRows.of(rows, tiled, wanted, keys, facts)

@@ -6,8 +6,9 @@ Axes: H query heads, W states that are pooled (calls, micro-batches, ranks). All
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ ADDITIVE = (
     *VARIANCES,
 )
 """What is simply added, one value per head: counts end in _n, sums of squares in _sq, variances of sums in _v."""
+_ROW = {name: row for row, name in enumerate(ADDITIVE)}
 MOMENTS = ("logit", "qk")
 """Whose count, mean and sum of squared deviations are kept."""
 PROBABILITY_MEANS = ADDITIVE[ADDITIVE.index("entropy") : ADDITIVE.index("grad_n")]
@@ -65,6 +67,10 @@ class LayerFacts:
     head_dim: int | None = None
     keys: int = 0
     calls: int = 0
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Return the facts by name."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(LayerFacts)}
 
     def merged_facts(self, other: LayerFacts) -> LayerFacts:
         """Pool two sets of facts."""
@@ -120,22 +126,19 @@ class AttentionSums(LayerFacts):
             facts: What the host knows.
         """
         like = next(iter(values.values()))
-        heads, device, dtype = len(like), like.device, state_dtype(like.device)
-        zero = torch.zeros(heads, device=device, dtype=dtype)
-        nothing = torch.full((heads,), -math.inf, device=device, dtype=dtype)
-        extrema = [nothing if extremum is None else extremum for extremum in (largest, negated_smallest)]
-        no_moments = zero.expand(3, heads)
+        heads, dtype = len(like), state_dtype(like.device)
+        additive = torch.zeros((len(ADDITIVE), heads), device=like.device, dtype=dtype)
+        for name, value in values.items():
+            additive[_ROW[name]] = value
+        packed = torch.zeros((len(MOMENTS), 3, heads), device=like.device, dtype=dtype)
+        for name, value in (moments or {}).items():
+            packed[MOMENTS.index(name)] = value
+        extrema = torch.full((2, heads), -math.inf, device=like.device, dtype=dtype)
+        for number, extremum in enumerate((largest, negated_smallest)):
+            if extremum is not None:
+                extrema[number] = extremum
         facts = facts or LayerFacts()
-        return cls(
-            additive=torch.stack([values[name].to(dtype) if name in values else zero for name in ADDITIVE]),
-            moments=torch.stack([(moments or {}).get(name, no_moments).to(dtype) for name in MOMENTS]),
-            extrema=torch.stack([extremum.to(dtype) for extremum in extrema]),
-            measured=facts.measured,
-            approximate=facts.approximate,
-            head_dim=facts.head_dim,
-            keys=facts.keys,
-            calls=facts.calls,
-        )
+        return cls(additive=additive, moments=packed, extrema=extrema, **facts.as_arguments())
 
     @classmethod
     def from_gradients(
@@ -180,17 +183,24 @@ class AttentionSums(LayerFacts):
                 f"Cannot pool attention with {self.heads} heads and attention with {other.heads} heads. "
                 "Give the two call sites names of their own."
             )
+        moments, extrema = self.moments, self.extrema
+        if not self.calls:
+            moments, extrema = other.moments, other.extrema
+        elif other.calls:  # else it holds gradients alone
+            moments = pool_moments(torch.stack([moments, other.moments]))
+            extrema = torch.maximum(extrema, other.extrema)
         facts = self.merged_facts(other)
-        return replace(
-            self,
-            additive=self.additive + other.additive,
-            moments=pool_moments(torch.stack([self.moments, other.moments])),
-            extrema=torch.maximum(self.extrema, other.extrema),
-            measured=facts.measured,
-            approximate=facts.approximate,
-            head_dim=facts.head_dim,
-            keys=facts.keys,
-            calls=facts.calls,
+        return AttentionSums(
+            additive=self.additive + other.additive, moments=moments, extrema=extrema, **facts.as_arguments()
+        )
+
+    def of_heads(self, heads: slice, facts: LayerFacts) -> AttentionSums:
+        """Return the sums of some of the heads, of which the host knows something of its own."""
+        return AttentionSums(
+            additive=self.additive[:, heads],
+            moments=self.moments[..., heads],
+            extrema=self.extrema[:, heads],
+            **facts.as_arguments(),
         )
 
     def divided_gradients(self, scale: float | Tensor) -> AttentionSums:
@@ -217,72 +227,117 @@ class AttentionSums(LayerFacts):
         )
 
     def finalize(self, statistics: frozenset[str], losses: int = 1) -> AttentionStatistics:
-        """Turn the sums into statistics on the CPU, waiting for the device.
+        """Turn the sums into statistics on the CPU, waiting for the device; the arguments are those of `finalized`."""
+        return finalized([self], statistics, losses)[0]
 
-        Args:
-            statistics: The names that are wanted; what else was measured stays out.
-            losses: Over how many losses the optimizer step's loss is the mean: micro-batches times ranks. The squared
-                gradients of all of them are in the sums.
-        """
-        sums = self.to("cpu")
-        value = dict(zip(ADDITIVE, sums.additive, strict=True))
-        scale = _ratio(value["scale_sum"], value["scale_n"])
-        found = {**_logit_values(sums), **_gradient_values(value, losses), **_factor_values(sums, scale)}
-        found |= {name: _ratio(value[name], value["prob_n"]) for name in PROBABILITY_MEANS}
-        wanted = {name: found[name] for name in statistics & self.measured if found[name] is not None}
-        counts = {f"{name}_n": count for name, count in zip(MOMENTS, sums.moments[:, 0], strict=True)}
-        return AttentionStatistics(
+
+def finalized(
+    layers: Sequence[AttentionSums], statistics: frozenset[str], losses: int = 1
+) -> list[AttentionStatistics]:
+    """Turn the sums of layers into statistics on the CPU, waiting for their devices.
+
+    Args:
+        layers: The sums.
+        statistics: The names that are wanted; what else was measured stays out.
+        losses: Over how many losses the optimizer step's loss is the mean: micro-batches times ranks. The squared
+            gradients of all of them are in the sums.
+    """
+    layers = [layer.to("cpu") for layer in layers]
+    groups: dict[int | None, list[int]] = {}
+    for number, layer in enumerate(layers):
+        groups.setdefault(layer.head_dim, []).append(number)
+    found: dict[int, AttentionStatistics] = {}
+    for numbers in groups.values():
+        alike = [layers[number] for number in numbers]
+        found |= dict(zip(numbers, _finalized(alike, statistics, losses), strict=True))
+    return [found[number] for number in range(len(layers))]
+
+
+def _finalized(
+    layers: Sequence[AttentionSums], statistics: frozenset[str], losses: int
+) -> Iterator[AttentionStatistics]:
+    """Turn the sums of layers with the same head dimension into statistics, all heads at once."""
+    additive = torch.cat([layer.additive for layer in layers], dim=-1)
+    moments = torch.cat([layer.moments for layer in layers], dim=-1)
+    extrema = torch.cat([layer.extrema for layer in layers], dim=-1)
+    value = dict(zip(ADDITIVE, additive, strict=True))
+    head_dim = layers[0].head_dim
+    known = {
+        **_logit_values(value, moments[MOMENTS.index("logit")], extrema),
+        **_gradient_values(value, losses),
+        **_factor_values(value, moments[MOMENTS.index("qk")], head_dim),
+        **{name: _ratio(value[name], value["prob_n"]) for name in PROBABILITY_MEANS},
+    }
+    values_SN = torch.stack([values for values, _ in known.values()])
+    seen_SN = torch.stack([seen.expand(values_SN.shape[1]) for _, seen in known.values()])
+    sampled = bool(torch.stack([value[name] for name in VARIANCES]).any())
+    start = 0
+    for layer in layers:
+        heads = slice(start, start + layer.heads)
+        start += layer.heads
+        seen = dict(zip(known, seen_SN[:, heads].any(-1).tolist(), strict=True))
+        found = {name: values for name, values in zip(known, values_SN[:, heads], strict=True) if seen[name]}
+        wanted = {name: found[name] for name in statistics & layer.measured if name in found}
+        own = {name: total[heads] for name, total in value.items()}
+        counts = {f"{name}_n": count[heads] for name, count in zip(MOMENTS, moments[:, 0], strict=True)}
+        yield AttentionStatistics(
             **wanted,
-            standard_error=standard_errors({**value, **counts}, wanted, losses),
-            scale=scale,
-            scale_ratio=None if scale is None or self.head_dim is None else scale * math.sqrt(self.head_dim),
-            rows=value["rows"],
-            masked_rows=value["masked_rows"],
-            nonfinite=value["nonfinite"],
-            head_dim=self.head_dim,
-            keys=self.keys,
-            calls=self.calls,
-            approximate=self.approximate.intersection(wanted),
+            standard_error=standard_errors({**own, **counts}, wanted, losses) if sampled else {},
+            scale=found.get("scale"),
+            scale_ratio=found.get("scale_ratio"),
+            rows=own["rows"],
+            masked_rows=own["masked_rows"],
+            nonfinite=own["nonfinite"],
+            head_dim=head_dim,
+            keys=layer.keys,
+            calls=layer.calls,
+            approximate=layer.approximate.intersection(wanted),
         )
 
 
-def _ratio(total: Tensor, count: Tensor) -> Tensor | None:
-    return total / count if bool(count.any()) else None
+_Seen: TypeAlias = tuple[Tensor, Tensor]
+"""A value of each head, nan where nothing entered it, and whether something did."""
 
 
-def _root(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.sqrt()
+def _ratio(total: Tensor, count: Tensor) -> _Seen:
+    return total / count, count != 0
 
 
-def _logit_values(sums: AttentionSums) -> dict[str, Tensor | None]:
-    value = dict(zip(ADDITIVE, sums.additive, strict=True))
-    count, mean, deviation = sums.moments[MOMENTS.index("logit")]
-    largest, negated_smallest = torch.where(sums.extrema == -math.inf, math.nan, sums.extrema)
+def _root(value: _Seen) -> _Seen:
+    return value[0].sqrt(), value[1]
+
+
+def _logit_values(value: Mapping[str, Tensor], moments: Tensor, extrema: Tensor) -> dict[str, _Seen]:
+    count, mean, deviation = moments
+    largest, negated_smallest = torch.where(extrema == -math.inf, math.nan, extrema)
     return {
         "logit_mean": _ratio(count * mean, count),
         "logit_std": _root(_ratio(deviation, count)),
         "logit_row_std": _root(_ratio(value["row_var"], value["row_n"])),
         "critical_ratio": _root(_ratio(value["row_critical"], value["row_n"])),
-        "logit_max": None if bool(largest.isnan().all()) else largest,
-        "logit_min": None if bool(negated_smallest.isnan().all()) else -negated_smallest,
+        "logit_max": (largest, ~largest.isnan()),
+        "logit_min": (-negated_smallest, ~negated_smallest.isnan()),
     }
 
 
-def _gradient_values(value: Mapping[str, Tensor], losses: int) -> dict[str, Tensor | None]:
+def _gradient_values(value: Mapping[str, Tensor], losses: int) -> dict[str, _Seen]:
     seen = value["grad_n"] > 0
-    if not bool(seen.any()):
-        return dict.fromkeys(GRADIENTS)
     logits, probs = (torch.where(seen, value[f"grad_{of}_sq"], math.nan).sqrt() / losses for of in ("logits", "probs"))
-    return {"grad_logits_norm": logits, "grad_probs_norm": probs, "gradient_gain": logits / probs}
+    found = {"grad_logits_norm": logits, "grad_probs_norm": probs, "gradient_gain": logits / probs}
+    return {name: (values, seen) for name, values in found.items()}
 
 
-def _factor_values(sums: AttentionSums, scale: Tensor | None) -> dict[str, Tensor | None]:
-    value = dict(zip(ADDITIVE, sums.additive, strict=True))
-    count, _, deviation = sums.moments[MOMENTS.index("qk")]
-    qk_std = _root(_ratio(deviation, count))
-    q_rms, k_rms = (_root(_ratio(value[f"{side}_sq"], value[f"{side}_n"])) for side in "qk")
-    alignment = None
-    if not (scale is None or sums.head_dim is None or qk_std is None or q_rms is None or k_rms is None):
-        divisor = scale.abs() * math.sqrt(sums.head_dim) * q_rms * k_rms
+def _factor_values(value: Mapping[str, Tensor], moments: Tensor, head_dim: int | None) -> dict[str, _Seen]:
+    count, _, deviation = moments
+    scale, scale_seen = _ratio(value["scale_sum"], value["scale_n"])
+    qk_std, qk_seen = _root(_ratio(deviation, count))
+    (q_rms, q_seen), (k_rms, k_seen) = (_root(_ratio(value[f"{side}_sq"], value[f"{side}_n"])) for side in "qk")
+    known = {"scale": (scale, scale_seen), "qk_std": (qk_std, qk_seen), "q_rms": (q_rms, q_seen)}
+    known["k_rms"] = k_rms, k_seen
+    if head_dim is not None:
+        scale_ratio = scale * math.sqrt(head_dim)
+        known["scale_ratio"] = scale_ratio, scale_seen
+        divisor = scale_ratio.abs() * q_rms * k_rms
         alignment = torch.where(divisor > 0, qk_std / divisor, math.nan)
-    return {"qk_std": qk_std, "q_rms": q_rms, "k_rms": k_rms, "alignment": alignment}
+        known["alignment"] = alignment, scale_seen & qk_seen & q_seen & k_seen
+    return known

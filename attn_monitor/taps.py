@@ -26,10 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.entries import QualifyingEntries
-from attn_monitor.gradients import attention_gradient_sums
+from attn_monitor.gradients import attention_gradient_rows
+from attn_monitor.pooling import LayerRows
 from attn_monitor.records import AttentionCall
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
-from attn_monitor.statistics import attention_sums
+from attn_monitor.statistics import attention_rows
 from attn_monitor.sums import AttentionSums
 from attn_monitor.unseen import unseen
 from attn_monitor.workspace import Workspaces
@@ -82,7 +83,7 @@ class GradientTaps:
     """The hooked calls of a probe.
 
     Args:
-        deliver: Takes the record and its sums.
+        deliver: Takes the record and its rows, or their sums.
         failed: Takes the record and the error when that goes wrong.
         statistics: What is measured.
         spaces: Memory to compute in.
@@ -92,7 +93,7 @@ class GradientTaps:
 
     def __init__(
         self,
-        deliver: Callable[[Hashable, AttentionSums], None],
+        deliver: Callable[[Hashable, LayerRows | AttentionSums], None],
         failed: Callable[[Hashable, Exception], None],
         *,
         statistics: frozenset[str] = frozenset(),
@@ -190,7 +191,7 @@ class GradientTaps:
                 return
             try:
                 _check_unchanged(call, versions)
-                self._deliver(record, attention_sums(call, self._statistics, *self._sample, spaces=self._spaces))
+                self._deliver(record, attention_rows(call, self._statistics, *self._sample, spaces=self._spaces))
             except Exception as error:
                 self._failed(record, error)
 
@@ -240,17 +241,18 @@ class GradientTaps:
         gradient, payload = slot.canonical(gradient.detach()), slot.payload
         assert payload is not None, "measured once it is there"
         _check_unchanged(payload, slot.versions)
+        found: LayerRows | AttentionSums
         if isinstance(payload, QualifyingEntries):
             logits, probs = (gradient, None) if kind == "logits" else (None, gradient)
-            sums = softmax_gradient_sums(payload, grad_logits=logits, grad_probs=probs, spaces=self._spaces)
+            found = softmax_gradient_sums(payload, grad_logits=logits, grad_probs=probs, spaces=self._spaces)
         elif slot.waiting is not None and isinstance(payload, AttentionCall):
             slot.waiting.detach()
             slot.waiting = None
-            sums = attention_sums(payload, self._statistics, *self._sample, grad_output=gradient, spaces=self._spaces)
+            found = attention_rows(payload, self._statistics, *self._sample, grad_output=gradient, spaces=self._spaces)
         else:
             call = payload if isinstance(payload, AttentionCall) else payload()
-            sums = attention_gradient_sums(call, gradient, *self._sample, spaces=self._spaces)
-        self._deliver(slot.record, sums)
+            found = attention_gradient_rows(call, gradient, *self._sample, spaces=self._spaces)
+        self._deliver(slot.record, found)
 
 
 def can_wait(sighting: Sighting, out: Tensor | None) -> bool:

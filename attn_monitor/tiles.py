@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_monitor.crew import workers
 from attn_monitor.masking import Blocked, Triangles, blocked_entries, four_axes, window
 from attn_monitor.precision import full_matmul_precision
 from attn_monitor.records import AttentionCall, CallShape
@@ -27,6 +28,8 @@ TILE_ELEMENTS = 2**20
 MIN_ROWS, MAX_ROWS = 32, 128
 """Thin products are slow ones; beyond this many rows rather take more heads at once, for less of a causal tile is
 above the diagonal then."""
+MOST_SHARES = 4
+"""Into how many a tile is cut for threads that each compute one: smaller ones are mostly overhead."""
 _SEED = 0x5EED
 
 
@@ -56,17 +59,17 @@ class Blocks(NamedTuple):
     rows: list[slice]
 
 
-def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink: int = 1) -> Blocks:
+def blocks(shape: CallShape, groups: int = 1, *, is_causal: bool = False, shrink: int = 1, workers: int = 1) -> Blocks:
     """Cut batch items, heads and query rows into blocks whose product has about `TILE_ELEMENTS` entries.
 
     Args:
         shape: The sizes of the call.
         groups: The number of key heads: a block is some of the query heads of one, or all of those of several.
         is_causal: Whether columns are left out where a tile has few rows.
-        queries: How many queries the whole call has.
         shrink: By how much tiles are made smaller, where memory is scarce.
+        workers: How many tiles are computed at the same time; they share the memory of one.
     """
-    keys, elements = max(1, shape.keys), max(1, TILE_ELEMENTS // shrink)
+    keys, elements = max(1, shape.keys), max(1, TILE_ELEMENTS // (shrink * min(workers, MOST_SHARES)))
     least = max(1, MIN_ROWS // shrink)
     rows = max(1, min(shape.queries, max(least, min(MAX_ROWS, elements // keys))))
     pairs = max(1, elements // (rows * keys))
@@ -172,7 +175,7 @@ class TiledCall:
         """
         call, shape = self.call, self.call.shape
         groups = 1 if call.key is None else call.key.shape[1]
-        cut = blocks(shape, groups, is_causal=call.is_causal, shrink=self.shrink)
+        cut = blocks(shape, groups, is_causal=call.is_causal, shrink=self.shrink, workers=workers(self.device))
         for items in cut.items:
             for heads in cut.heads:
                 key_heads = self.key_heads(heads)
@@ -208,9 +211,10 @@ class TiledCall:
         return None if tensor is None else tensor[items, heads].to(self.dtype).contiguous()
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles of a part; none if there are no keys."""
+        """Yield the tiles of a part, those of the last rows first; none if there are no keys."""
         shape = self.call.shape
-        for rows in (self.cut or blocks(shape)).rows:
+        # Under a causal mask these are the largest: taken last, one of them would keep the other threads waiting.
+        for rows in reversed((self.cut or blocks(shape)).rows):
             columns = min(shape.keys, self.positions[rows.stop - 1] + 1) if self.call.is_causal else shape.keys
             if columns:
                 yield Tile(rows, columns)

@@ -90,6 +90,8 @@ ROOMS = {
         "masking",
         "precision",
         "workspace",
+        "crew",
+        "pooling",
     },
     "judging": {"saturation", "diagnosis"},
     "capture": {"capture"},

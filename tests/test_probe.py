@@ -532,12 +532,12 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         raise ZeroDivisionError("ours")
 
     if request.param == "forward":
-        monkeypatch.setattr(collector_module, "attention_sums", fail)
-        monkeypatch.setattr(collector_module, "softmax_sums", fail)
-        monkeypatch.setattr(taps_module, "attention_sums", fail)
+        monkeypatch.setattr(collector_module, "attention_rows", fail)
+        monkeypatch.setattr(collector_module, "softmax_rows", fail)
+        monkeypatch.setattr(taps_module, "attention_rows", fail)
     else:
-        monkeypatch.setattr(taps_module, "attention_sums", fail)
-        monkeypatch.setattr(taps_module, "attention_gradient_sums", fail)
+        monkeypatch.setattr(taps_module, "attention_rows", fail)
+        monkeypatch.setattr(taps_module, "attention_gradient_rows", fail)
         monkeypatch.setattr(taps_module, "softmax_gradient_sums", fail)
     return request.param
 
@@ -559,9 +559,9 @@ def test_after_a_reset_a_failed_layer_is_tried_again(monkeypatch: pytest.MonkeyP
     net, x = Net(), torch.randn(B, T, E)
     probe = AttentionProbe(net)
     with monkeypatch.context() as patch:
-        patch.setattr(collector_module, "attention_sums", lambda *_, **__: 1 / 0)
-        patch.setattr(collector_module, "softmax_sums", lambda *_, **__: 1 / 0)
-        patch.setattr(taps_module, "attention_sums", lambda *_, **__: 1 / 0)
+        patch.setattr(collector_module, "attention_rows", lambda *_, **__: 1 / 0)
+        patch.setattr(collector_module, "softmax_rows", lambda *_, **__: 1 / 0)
+        patch.setattr(taps_module, "attention_rows", lambda *_, **__: 1 / 0)
         with probe:
             net(x)
     assert len(probe.skipped) == 2

@@ -453,7 +453,7 @@ def test_an_interrupt_at_the_last_measurement_leaves_nothing_behind(monkeypatch:
 
     probe = AttentionProbe(net)
     with monkeypatch.context() as patch:
-        patch.setattr(taps, "attention_sums", interrupted)
+        patch.setattr(taps, "attention_rows", interrupted)
         with pytest.raises(KeyboardInterrupt), probe:
             out = net(query, query)
     assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -682,10 +682,10 @@ def test_a23_an_error_or_a_value_of_ours_never_reaches_the_training(monkeypatch:
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("the statistic is broken")
 
-    monkeypatch.setattr(collector_module, "attention_sums", broken)
+    monkeypatch.setattr(collector_module, "attention_rows", broken)
 
-    monkeypatch.setattr(collector_module, "softmax_sums", broken)
-    monkeypatch.setattr(taps_module, "attention_sums", broken)
+    monkeypatch.setattr(collector_module, "softmax_rows", broken)
+    monkeypatch.setattr(taps_module, "attention_rows", broken)
     trainer, (said,) = fit(watched, AttentionMonitor(), serve(data))
     assert trainer.global_step == 4
     assert said.startswith(
@@ -694,8 +694,8 @@ def test_a23_an_error_or_a_value_of_ours_never_reaches_the_training(monkeypatch:
     assert all(torch.equal(one, other) for one, other in zip(alone.parameters(), watched.parameters(), strict=True))
 
     monkeypatch.undo()
-    monkeypatch.setattr(taps_module, "attention_sums", broken)
-    monkeypatch.setattr(taps_module, "attention_gradient_sums", broken)
+    monkeypatch.setattr(taps_module, "attention_rows", broken)
+    monkeypatch.setattr(taps_module, "attention_gradient_rows", broken)
     net = copy.deepcopy(alone.net)
     x = data[:2]
     with AttentionProbe(net) as probe:
