@@ -14,7 +14,7 @@ from attn_monitor.capture.naming import CallSite
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.entries import QualifyingEntries
+from attn_monitor.allowed import QualifyingEntries
 from attn_monitor.placement import Placement
 from attn_monitor.pooling import LayerRows, PoolingQueue
 from attn_monitor.records import AttentionCall

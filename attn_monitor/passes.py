@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_monitor import crew
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.factors import KeySquares, finite_squares
+from attn_monitor.sizes import KeySquares, finite_squares
 from attn_monitor.masking import Blocked
 from attn_monitor.precision import known_below, known_finite, row_norms
 from attn_monitor.records import AttentionCall

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_monitor import crew
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.entries import EntryBits, QualifyingEntries
+from attn_monitor.allowed import EntryBits, QualifyingEntries
 from attn_monitor.passes import WORTH_THREADS, Wanted, fill_rows
 from attn_monitor.precision import known_finite, row_norms
 from attn_monitor.records import AttentionCall, CallShape

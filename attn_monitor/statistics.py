@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_monitor.entries import EntryBits, QualifyingEntries, VisibleKeys, first_visible, visible_keys
-from attn_monitor.factors import KeySquares
+from attn_monitor.allowed import EntryBits, QualifyingEntries, VisibleKeys, first_visible, visible_keys
+from attn_monitor.sizes import KeySquares
 from attn_monitor.gradients import check_gradient
 from attn_monitor.passes import Note, Wanted, fill_rows
 from attn_monitor.pooling import LayerRows, pooled

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
-from attn_monitor.capture.entries import broadcast_factors, is_outer
 from attn_monitor.capture.layout import Axis, fresh
+from attn_monitor.capture.outer_products import broadcast_factors, is_outer
 from attn_monitor.capture.products import Number, Scale
 from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept, without_factors
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.adapters import POOLED_HEADS, check_measurable
-from attn_monitor.capture.factors import canonical_factors
+from attn_monitor.capture.canonical import canonical_factors
 from attn_monitor.capture.layout import Axis
 from attn_monitor.capture.products import Product
 from attn_monitor.capture.sighting import Sighting
