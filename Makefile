@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: help demo test lint format unit slow docs bench zoo constraints clean
+.PHONY: help demo test lint format unit slow docs bench zoo screenshots constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make format  let ruff rewrite the code"
 	@echo "make bench   measure what the monitor costs, rewrite docs/benchmarks.md (about 15 minutes)"
 	@echo "make zoo     try capture on every architecture in tests/zoo, rewrite docs/coverage.md"
+	@echo "make screenshots  take the pictures of docs/images from what make demo left (needs Chromium)"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove everything that make made"
 
@@ -52,15 +53,18 @@ format: .venv/.stamp
 docs: .venv/.stamp-docs
 	$(BIN)/mkdocs build --strict
 
-# Waiting threads yield the core: on a machine that does other work too, they would be what is measured.
 bench: .venv/.stamp
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks
 
 # LitGPT and vit-pytorch come without what they require, such as torchvision: their models need none of it.
 zoo: .venv/.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		litgpt==0.5.13 psutil==7.2.2 vit-pytorch==1.26.14
 	$(BIN)/python -m tests.zoo
+
+# Needs the runs of `make demo` and a Chromium.
+screenshots: .venv/.stamp
+	$(BIN)/python -m tests.screenshots
 
 # Keeps the pins that still fit: to let one move, delete its line first. CUDA parts are left out: torch pins its own, and
 # a CPU-only build has none.

@@ -57,8 +57,9 @@ class AttentionMonitor(EvaluationHooks):
 
     Statistics logged by default: `logit_std`, `logit_row_std`, `logit_max` (logits, a pure number),
     `entropy_normalized` (0 one-hot .. 1 uniform), `jacobian_trace` (0 saturated .. 1 uniform), `grad_logits_norm` (norm
-    of the loss gradient; per head, pooled over the optimizer step). `entropy` is in nats. TensorBoard also gets an
-    image of layers x heads for each of them, every per-head number as a tensor, and a text for each event.
+    of the loss gradient; per head, pooled over the optimizer step). `entropy` is in nats. TensorBoard also gets a
+    picture and a histogram of all heads for each of them, every per-head number as a tensor, a page for the events of a
+    step, and a summary. W&B and MLflow get the pictures too.
 
     Evaluation stages are opt-in. Each run of one makes a record of its own from all batches of all its dataloaders,
     with tags that start with `val_`, `test_` or `predict_`; it holds no gradients and opens no events (its
@@ -81,6 +82,8 @@ class AttentionMonitor(EvaluationHooks):
             pl_module, events)` with all events that are new or became critical.
         stages: Where to observe, of `"train"`, `"validate"`, `"test"` and `"predict"`.
         history_size: How many records `history` keeps.
+        custom_scalars: Whether TensorBoard gets a layout for its custom scalars, with a band from mean to worst head
+            for every layer. A run has one layout, so a run that has one keeps it.
 
     Attributes:
         events: Every event so far, oldest first.
@@ -113,6 +116,7 @@ class AttentionMonitor(EvaluationHooks):
         on_saturation: Action = "warn",
         stages: Iterable[str] = (_TRAIN,),
         history_size: int = 256,
+        custom_scalars: bool = False,
     ) -> None:
         super().__init__()
         modules = checked_selection(modules)
@@ -123,6 +127,7 @@ class AttentionMonitor(EvaluationHooks):
         check_count("history_size", history_size, least=0)
         check_flag("gradients", gradients)
         check_flag("per_call", per_call)
+        check_flag("custom_scalars", custom_scalars)
         if not isinstance(saturation, SaturationRule):
             raise TypeError(f"`saturation` expects a SaturationRule, got {saturation!r}. Write SaturationRule(...).")
         self.modules = modules
@@ -134,6 +139,7 @@ class AttentionMonitor(EvaluationHooks):
         self.saturation = saturation
         self.on_saturation = on_saturation
         self.stages = check_stages(stages)
+        self.custom_scalars = custom_scalars
         if not gradients:
             if statistics is not None and (unmeasured := sorted(self.statistics & GRADIENTS)):
                 raise ValueError(f"`statistics` names {unmeasured}, which gradients=False does not measure.")
@@ -243,7 +249,7 @@ class AttentionMonitor(EvaluationHooks):
             self.history.append((step, record))
         statistics = record or {}  # the model-wide tags must exist, or EarlyStopping ends the run
         changes = self._tracker.update(step, statistics)
-        self._publishers[_TRAIN].publish(trainer, step, statistics, self._tracker.open_heads, changes.opened)
+        self._publishers[_TRAIN].publish(trainer, step, statistics, self._tracker.open_heads, changes)
         self._respond(trainer, pl_module, changes)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -288,7 +294,15 @@ class AttentionMonitor(EvaluationHooks):
             self._observers[stage] = Observer(probe, _METHODS[stage], self._notices.add)
             chosen = self.statistics if training else self.statistics - GRADIENTS
             prefix = PREFIXES.get(stage, "")
-            self._publishers[stage] = Publisher(chosen, self.saturation, prefix, self._notices.add)
+            layout = self.custom_scalars and stage == self.stages[0]  # one a run
+            self._publishers[stage] = Publisher(
+                chosen,
+                self.saturation,
+                prefix,
+                self._notices.add,
+                layout=layout,
+                heads=self._tracker.heads if training else None,
+            )
         if not trainer.loggers:
             self._notices.add("the trainer has no logger; events, history and callback_metrics work without one")
         self._notices.say(trainer.is_global_zero)

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from attn_monitor.allowed import QualifyingEntries
 from attn_monitor.capture.naming import CallSite
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.allowed import QualifyingEntries
 from attn_monitor.placement import Placement
 from attn_monitor.pooling import LayerRows, PoolingQueue
 from attn_monitor.records import AttentionCall

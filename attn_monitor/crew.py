@@ -17,12 +17,21 @@ from attn_monitor.unseen import unseen
 
 MOST_WORKERS = 8
 """Beyond this many, threads would wait for the interpreter's lock rather than compute."""
+WORTH_THREADS = 2**22
+"""Entries from which threads gain more than it costs to wake them."""
 Job = Callable[[], None]
 
 
-def workers(device: torch.device) -> int:
-    """Return how many tiles are computed at the same time on a device: no more than the user gives torch threads."""
-    return min(torch.get_num_threads(), MOST_WORKERS) if device.type == "cpu" else 1
+def workers(device: torch.device, entries: int) -> int:
+    """Return how many tiles of a call are computed at the same time: no more than the user gives torch threads.
+
+    Args:
+        device: Where the call is.
+        entries: How many entries its logits have.
+    """
+    if device.type != "cpu" or entries < WORTH_THREADS:
+        return 1
+    return min(torch.get_num_threads(), MOST_WORKERS)
 
 
 def run(jobs: Iterator[Job], count: int) -> None:

@@ -6,7 +6,6 @@ a tile. A tile is overwritten many times, in three pieces of memory: each pass s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from attn_monitor import crew
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.sizes import KeySquares, finite_squares
 from attn_monitor.masking import Blocked
 from attn_monitor.precision import known_below, known_finite, row_norms
 from attn_monitor.records import AttentionCall
 from attn_monitor.relative import RelativeRows
 from attn_monitor.rows import RowValues
+from attn_monitor.sizes import KeySquares, finite_squares
 from attn_monitor.sums import state_dtype
 from attn_monitor.tiles import Tile, TiledCall, multiply_heads
 from attn_monitor.workspace import Workspace, Workspaces
@@ -31,8 +30,6 @@ Note: TypeAlias = Callable[[slice, slice, Tile, Blocked], None]
 """Takes batch items, heads, the tile, and what is blocked in it."""
 _SHARP = 0.5
 """Rows whose likeliest key has no more leave enough to the others that nothing is lost by subtracting it."""
-WORTH_THREADS = 2**18
-"""Entries from which handing tiles over to threads costs less than it saves."""
 _EXTREMA = frozenset({"logit_max", "logit_min"})
 _PROBABILITIES = frozenset(
     {"entropy", "entropy_normalized", "max_probability", "sink_mass", "jacobian_trace", "jacobian_norm"}
@@ -157,7 +154,7 @@ def fill_rows(
             for tile in part.tiles():
                 yield partial(look, items, heads, part, tile)
 
-    crew.run(jobs(), crew.workers(tiled.device) if math.prod(tiled.call.shape) >= WORTH_THREADS else 1)
+    crew.run(jobs(), tiled.workers)
 
 
 def _sizes(

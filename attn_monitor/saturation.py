@@ -97,6 +97,11 @@ class SaturationRule:
         """Return the limit of the ratio that applies to this layer."""
         if self.relative_to == "sqrt_dk" and self._by_critical(stats):
             return _DEFAULT_THRESHOLD["critical"]  # `threshold` was meant for the other ratio
+        return self.default_limit
+
+    @property
+    def default_limit(self) -> float:
+        """The limit of the ratio of every layer whose head dimension is known."""
         return _DEFAULT_THRESHOLD[self.relative_to] if self.threshold is None else float(self.threshold)
 
     def ratio(self, stats: AttentionStatistics) -> Tensor:
@@ -195,6 +200,8 @@ class Changes:
     """Known events that became critical."""
     closed: list[tuple[str, int]] = field(default_factory=list)
     """Layer and head of the events that ended."""
+    ended: list[SaturationEvent] = field(default_factory=list)
+    """The same events, with the numbers of the observation that ended them."""
 
 
 @dataclass(slots=True)
@@ -261,6 +268,11 @@ class SaturationTracker:
         """The layers that are remembered."""
         return frozenset(self._layers)
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """The number of heads of every layer that is remembered, in the order of their first observation."""
+        return {layer: len(heads) for layer, heads in self._layers.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the memory as plain Python values."""
         layers = {
@@ -302,8 +314,11 @@ class SaturationTracker:
             if head.above >= self.rule.patience:
                 self._open(head, reading, place, changes)
         elif reading.ratio < self.rule.release * reading.limit:
-            head.event = None
             changes.closed.append(place[1:])
+            changes.ended.append(
+                replace(head.event, statistic=reading.statistic, value=reading.value, ratio=reading.ratio)
+            )
+            head.event = None
         elif head.event.severity == "warning" and head.far_above >= self.rule.patience:
             self._escalate(head, reading, place[0], changes)
 

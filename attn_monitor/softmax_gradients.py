@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attn_monitor import crew
-from attn_monitor.catalog import GRADIENTS
 from attn_monitor.allowed import EntryBits, QualifyingEntries
-from attn_monitor.passes import WORTH_THREADS, Wanted, fill_rows
+from attn_monitor.catalog import GRADIENTS
+from attn_monitor.passes import Wanted, fill_rows
 from attn_monitor.precision import known_finite, row_norms
 from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.rows import RowValues
@@ -108,7 +108,7 @@ def _kept_squares(grad_BHQK: Tensor, entries: QualifyingEntries, spaces: Workspa
     shape, device = entries.looked_at, grad_BHQK.device
     dtype = torch.float64 if grad_BHQK.dtype == torch.float64 else torch.float32
     norms = torch.zeros(shape[:3], device=device, dtype=dtype)
-    count = crew.workers(device) if math.prod(shape) >= WORTH_THREADS else 1
+    count = crew.workers(device, math.prod(shape))
     cut = blocks(shape, shrink=shrink, workers=count)
 
     def square(items: slice, heads: slice, rows: slice, seen: Tensor) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from attn_monitor.allowed import EntryBits, QualifyingEntries, VisibleKeys, first_visible, visible_keys
-from attn_monitor.sizes import KeySquares
 from attn_monitor.gradients import check_gradient
 from attn_monitor.passes import Note, Wanted, fill_rows
 from attn_monitor.pooling import LayerRows, pooled
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
+from attn_monitor.sizes import KeySquares
 from attn_monitor.sums import AttentionSums, LayerFacts
 from attn_monitor.tiles import TiledCall, undisturbed
 from attn_monitor.workspace import Workspaces

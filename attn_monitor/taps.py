@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from attn_monitor.capture.sighting import Sighting
 from attn_monitor.allowed import QualifyingEntries
+from attn_monitor.capture.sighting import Sighting
 from attn_monitor.gradients import attention_gradient_rows
 from attn_monitor.pooling import LayerRows
 from attn_monitor.records import AttentionCall

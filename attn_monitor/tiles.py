@@ -141,6 +141,11 @@ class TiledCall:
         assert tensor is not None, "a call has either logits or query and key"
         return tensor.device
 
+    @property
+    def workers(self) -> int:
+        """How many tiles are computed at the same time."""
+        return workers(self.device, math.prod(self.call.shape))
+
     def at_most(self, count: int | None, generator: torch.Generator | None = None) -> TiledCall:
         """Return the call itself, or `count` of its rows if it has more."""
         if count is None or self.call.shape.queries <= count:
@@ -175,7 +180,7 @@ class TiledCall:
         """
         call, shape = self.call, self.call.shape
         groups = 1 if call.key is None else call.key.shape[1]
-        cut = blocks(shape, groups, is_causal=call.is_causal, shrink=self.shrink, workers=workers(self.device))
+        cut = blocks(shape, groups, is_causal=call.is_causal, shrink=self.shrink, workers=self.workers)
         for items in cut.items:
             for heads in cut.heads:
                 key_heads = self.key_heads(heads)

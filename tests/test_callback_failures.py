@@ -81,7 +81,7 @@ def test_a_rich_write_that_fails_leaves_the_scalars(tmp_path: Path, monkeypatch:
     def no_loop(*args: Any, **kwargs: Any) -> None:
         raise TypeError("No loop matching the specified signature")
 
-    monkeypatch.setattr("attn_monitor.pictures.encode_png", no_loop)
+    monkeypatch.setattr("attn_monitor.dashboards.pictures.encode_png", no_loop)
     logger = TensorBoardLogger(tmp_path)
     _, said = fit(Lit("hand"), AttentionMonitor(), 3, logger=logger)
     (message,) = said

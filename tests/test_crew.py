@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_monitor import crew, passes, softmax_gradients, tiles
+from attn_monitor import crew, passes, tiles
 from attn_monitor.catalog import ALL, GRADIENTS
 from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
@@ -37,8 +37,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 4096)
     monkeypatch.setattr(tiles, "MAX_ROWS", 11)
     monkeypatch.setattr(tiles, "MIN_ROWS", 5)
-    for module in (passes, softmax_gradients):
-        monkeypatch.setattr(module, "WORTH_THREADS", 0)
+    monkeypatch.setattr(crew, "WORTH_THREADS", 0)
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -219,11 +218,18 @@ def test_an_interrupted_look_leaves_no_thread_at_work(monkeypatch: pytest.Monkey
     assert len(begun) == count
 
 
-def test_more_threads_take_smaller_tiles_down_to_a_quarter() -> None:
+def test_more_threads_take_smaller_tiles_and_small_calls_take_none() -> None:
     shape = random_call().shape._replace(batch=1, queries=8192, keys=8192)
     entries = [
         cut.rows[0].stop * cut.heads[0].stop * shape.keys
         for cut in (tiles.blocks(shape, G, workers=count) for count in (1, 2, 4, 8))
     ]
     assert entries == [2**20, 2**19, 2**18, 2**18]
-    assert crew.workers(torch.device("cuda")) == 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        least = crew.WORTH_THREADS
+        assert [crew.workers(CPU, least), crew.workers(CPU, least - 1)] == [3, 1]
+        assert crew.workers(torch.device("cuda"), least) == 1
+    finally:
+        torch.set_num_threads(before)

@@ -1,10 +1,6 @@
-"""What `inspect_attention` and `attn-monitor` say about a model."""
+"""What `inspect_attention` says about a model."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_monitor import inspect_attention, observe_attention
-from attn_monitor.cli import main
 from attn_monitor.inspection import InspectedAttention, inspection_table
 from tests.models import DIM, HEADS, Fused, HandWritten, SelfAttention
-
-ROOT = Path(__file__).parent.parent
 
 
 class LinearAttention(nn.Module):
@@ -109,87 +102,3 @@ def test_what_shows_itself_is_not_blind() -> None:
 def test_what_is_no_module_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module, got int"):
         inspect_attention(3)  # type: ignore[arg-type]
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-MODULE = """
-import torch
-from tests.models import DIM, Fused
-def sample(): return Fused(), torch.zeros(1, 4, DIM)
-def keywords(): return Fused(), {"x": torch.zeros(1, 4, DIM)}
-def plain(): return torch.nn.Linear(2, 2), torch.zeros(2)
-def wrong_shape(): return Fused(), torch.zeros(1, 4, DIM + 1)
-def no_model(): return 3
-def broken(): raise ValueError("no data here")
-number = 3
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"sample_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    (tmp_path / f"{name}_broken.py").write_text("import nothing_of_this_name")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    return name
-
-
-@pytest.mark.parametrize("target", ["sample", "keywords"])
-def test_inspect_prints_the_table(target: str, here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", f"{here}:{target}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[1:]] == [["Fused", "Fused", "sdpa", "2", "6", "1", "4"]]
-
-
-@pytest.mark.parametrize(
-    ("target", "status", "message"),
-    [
-        ("HERE", 2, "TARGET expects module:callable"),
-        ("HERE:nothing", 2, "has no 'nothing'"),
-        ("HERE:number", 2, "is not callable, it is of type int"),
-        ("HERE:no_model", 2, "must return `model, inputs`, a torch module first; it returned int"),
-        ("HERE:broken", 1, "broken() failed: ValueError: no data here"),
-        ("HERE:wrong_shape", 1, "the model failed: RuntimeError: mat1 and mat2"),
-        ("HERE_broken:sample", 1, "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-        ("no_such_module:sample", 2, "no module named 'no_such_module'"),
-    ],
-)
-def test_errors_are_one_line(
-    target: str, status: int, message: str, here: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", target.replace("HERE", here)]) == status
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    [line] = printed.err.splitlines()
-    assert line.startswith("attn-monitor: ")
-    assert message in line
-
-
-def test_a_model_without_attention(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", f"{here}:plain"]) == 1
-    assert capsys.readouterr().out == "no attention found\n"
-
-
-def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "inspect" in capsys.readouterr().err
-    assert main(["nothing"]) == 2
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["version"], ["inspect", "--help"]])
-def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
-    code = (
-        "import sys; from attn_monitor.cli import main; "
-        f"status = main({arguments!r}); print('loaded', 'torch' in sys.modules, status)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert out.endswith("loaded False 0\n")
-
-
-def test_the_package_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "attn_monitor", "inspect"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "TARGET" in run.stderr

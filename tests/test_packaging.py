@@ -71,7 +71,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 
 ROOMS = {
-    "words": {"catalog", "records", "settings", "unseen"},
+    "words": {"catalog", "records", "settings", "unseen", "scales", "tags", "checksum"},
     "numerics": {
         "functional",
         "arguments",
@@ -96,7 +96,7 @@ ROOMS = {
     "judging": {"saturation", "diagnosis"},
     "capture": {"capture"},
     "probe": {"probe", "collector", "placement", "taps"},
-    "showing": {"tensorboard", "colors", "inspection", "cli", "__main__"},
+    "showing": {"dashboards", "views", "tensorboard_plugin", "reports", "inspection", "cli", "__main__"},
     "lightning": {"callback", "publishing", "notices", "evaluation", "observer", "lightning_compat"},
 }
 """The rooms of docs/design.md, from the ground up."""

@@ -1,34 +1,42 @@
+"""Tags, scalars and tables, and how they reach the event file."""
+
 from __future__ import annotations
 
 import io
 import json
 import math
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.util import tensor_util
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from attn_monitor.catalog import ALL, STATISTICS
-from attn_monitor.colors import heat_image
-from attn_monitor.saturation import SaturationEvent, SaturationRule
-from attn_monitor.tensorboard import HeadWriter, head_tables, layer_tag, scalars
-from tests.models import make_record
+from attn_monitor import AttentionMonitor, publishing
+from attn_monitor.catalog import ALL, HEADLINE, STATISTICS
+from attn_monitor.dashboards.pictures import draw
+from attn_monitor.dashboards.scalars import scalars
+from attn_monitor.dashboards.summaries import bucketed
+from attn_monitor.dashboards.tables import Rows, Snapshot
+from attn_monitor.dashboards.tensorboard import Dashboard
+from attn_monitor.publishing import Publisher, picture_due
+from attn_monitor.saturation import Changes, SaturationEvent, SaturationRule
+from attn_monitor.scales import RATIO
+from attn_monitor.tags import layer_tag
+from tests.cases.support import Trained, fit, normal, serve
+from tests.models import DIM, LIGHTNING_ADVICE, HandWritten, make_record, read_events
 
+pytestmark = LIGHTNING_ADVICE
 RULE = SaturationRule()
 NAN, INF = math.nan, math.inf
-
-
-def read(folder: Path) -> EventAccumulator:
-    everything = {"scalars": 0, "tensors": 0, "images": 0, "histograms": 0}
-    return EventAccumulator(str(folder), size_guidance=everything).Reload()
 
 
 def test_a_tag_keeps_dots_and_replaces_what_breaks() -> None:
@@ -73,8 +81,8 @@ def test_the_error_of_sampled_rows_is_logged_beside_the_estimates() -> None:
     tags = scalars(record, {"entropy"}, RULE, 0)
     assert tags["attn_monitor/sampling_error_max"] == pytest.approx(0.2)  # that of what is not chosen does not count
     assert "attn_monitor/sampling_error_max" not in scalars({"net.b": record["net.b"]}, {"entropy"}, RULE, 0)
-    table = head_tables(record, RULE, ["net.a", "net.b"])["entropy_standard_error"]
-    torch.testing.assert_close(table, torch.tensor([[0.1, 0.3], [NAN, NAN]]), equal_nan=True)
+    table = Rows().take(0, record, RULE).tables["entropy_standard_error"]
+    np.testing.assert_allclose(table, [[0.1, 0.3], [NAN, NAN]])
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
@@ -107,45 +115,54 @@ def test_an_empty_record_still_has_the_model_wide_counts() -> None:
 
 
 def test_tables_hold_one_row_per_layer_padded_with_nan() -> None:
+    rows = Rows()
+    rows.take(0, {"absent": make_record(2, q_rms=[5.0, 5.0])}, RULE)
     record = {"b": make_record(3, logit_row_std=[4.0, 8.0, 2.0]), "a": make_record(1, logit_row_std=[1.0], q_rms=[2.0])}
-    tables = head_tables(record, RULE, ["absent", "b", "a"])
-    np.testing.assert_array_equal(tables["logit_row_std"], [[NAN] * 3, [4, 8, 2], [1, NAN, NAN]])
-    np.testing.assert_array_equal(tables["q_rms"], [[NAN] * 3, [NAN] * 3, [2, NAN, NAN]])
-    np.testing.assert_array_equal(tables["saturation_ratio"], [[NAN] * 3, [0.5, 1, 0.25], [0.125, NAN, NAN]])
-    assert set(tables) == {"logit_row_std", "q_rms", "saturation_ratio", "nonfinite"}
-    assert all(table.dtype == torch.float32 for table in tables.values())
+    shot = rows.take(4, record, RULE)
+    assert (shot.step, shot.layers, shot.heads, shot.joined) == (4, ("absent", "b", "a"), (2, 3, 1), True)
+    np.testing.assert_array_equal(shot.tables["logit_row_std"], [[NAN] * 3, [4, 8, 2], [1, NAN, NAN]])
+    np.testing.assert_array_equal(shot.tables["q_rms"], [[NAN] * 3, [NAN] * 3, [2, NAN, NAN]])
+    np.testing.assert_array_equal(shot.tables[RATIO], [[NAN] * 3, [0.5, 1, 0.25], [0.125, NAN, NAN]])
+    np.testing.assert_array_equal(shot.limits, [NAN, 0.5, 0.5])
+    assert shot.above.tolist() == [[False] * 3, [False, True, False], [False] * 3]
+    assert set(shot.tables) == {"logit_row_std", "q_rms", RATIO, "nonfinite"}
+    assert all(table.dtype == np.float32 for table in shot.tables.values())
+    assert not rows.take(5, record, RULE).joined
 
 
-def test_the_colours_are_fixed_and_nan_is_grey() -> None:
-    image = heat_image("entropy_normalized", torch.tensor([[0.0, 0.5, 1.0], [-3.0, NAN, INF]]))
-    assert image.dtype == torch.uint8
-    assert image.tolist() == [
-        [[68, 1, 84], [33, 145, 140], [253, 231, 37]],
-        [[68, 1, 84], [128, 128, 128], [253, 231, 37]],
-    ]
-    ratios = heat_image("saturation_ratio", torch.tensor([[0.0, 0.01, 10**-0.5, 10.0, 1e9]]))
-    assert ratios[0].tolist() == [[68, 1, 84], [68, 1, 84], [33, 145, 140], [253, 231, 37], [253, 231, 37]]
+def test_tables_never_get_narrower() -> None:
+    rows = Rows()
+    rows.take(0, {"a": make_record(3, q_rms=[1.0, 2.0, 3.0])}, RULE)
+    shot = rows.take(1, {"a": make_record(1, head_dim=None, q_rms=[7.0])}, RULE)
+    np.testing.assert_array_equal(shot.tables["q_rms"], [[7, NAN, NAN]])
+    np.testing.assert_array_equal(shot.head_dims, [NAN])
+    assert shot.heads == (3,)
 
 
-@pytest.mark.parametrize("name", [*sorted(ALL), "saturation_ratio"])
-def test_every_statistic_has_a_scale_that_grows_and_stands_extremes(name: str) -> None:
-    values = torch.tensor([[-INF, -1e30, -1.0, 0.0, 1e-30, 1e-3, 0.1, 0.45, 1.0, 50.0, 1e30, INF, NAN]])
-    image = heat_image(name, values)[0].int()
-    assert image.shape == (13, 3)
-    green = image[:-1, 1]  # grows along the whole colour map
-    assert green.diff().min() >= 0
-    assert green[-1] > green[0]
+def test_rows_of_a_run_that_goes_on_stay_where_they_are(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late, self.early = HandWritten(), HandWritten()
+            self.steps = 0
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            return self.early(self.late(x) if self.steps > 1 else x)
 
-def test_pictures_have_a_largest_side_and_may_be_empty() -> None:
-    assert heat_image("entropy", torch.zeros(3000, 2)).shape == (1024, 2, 3)
-    assert heat_image("entropy", torch.full((1, 2), NAN)).tolist() == [[[128] * 3] * 2]
+    monitor = AttentionMonitor()
+    model = Trained(Net())
+    for resumed in (monitor, AttentionMonitor()):
+        resumed.load_state_dict(monitor.state_dict())
+        fit(model, resumed, serve(normal(3, 5, DIM)), logger=TensorBoardLogger(tmp_path, name="", version=""))
+    names = [[name.decode() for name in row.tolist()] for _, row in arrays(tmp_path, "attn_monitor/layers")]
+    assert names == [["net.early"], ["net.early", "net.late"], ["net.early", "net.late"]]
 
 
 def event(step: int, head: int) -> SaturationEvent:
     return SaturationEvent(
         step=step,
-        layer="a",
+        layer="net.a b",
         head=head,
         statistic="logit_row_std",
         value=9.0,
@@ -156,90 +173,218 @@ def event(step: int, head: int) -> SaturationEvent:
     )
 
 
-def test_images_tensors_and_texts_come_back_from_the_event_file(tmp_path: Path) -> None:
-    writer = SummaryWriter(str(tmp_path))
-    heads = HeadWriter({"entropy_normalized"}, RULE)
+def write(dashboard: Dashboard, writers: list[Any], shot: Snapshot, changes: Changes | None = None) -> list[str]:
+    pictures = {name: draw(name, shot, RULE.default_limit) for name in dashboard.names if name in shot.tables}
+    return dashboard.prepare(shot, changes or Changes(), pictures=pictures) + dashboard.send(writers)
+
+
+def arrays(folder: Path, tag: str) -> list[tuple[int, Any]]:
+    """Return the tensors of a tag with their steps."""
+    return [(one.step, tensor_util.make_ndarray(one.tensor_proto)) for one in read_events(folder).Tensors(tag)]
+
+
+def test_pictures_tensors_and_texts_come_back_from_the_event_file(tmp_path: Path) -> None:
+    writer, rows = SummaryWriter(str(tmp_path)), Rows()
+    dashboard = Dashboard({"entropy_normalized"}, SaturationRule(threshold=0.4))
     record = {"net.a b": make_record(2, entropy_normalized=[0.0, 0.5], logit_row_std=[4.0, 8.0])}
-    assert heads.write([writer], 3, record, [event(3, 0), event(3, 1)]) == []
-    late = {"first": make_record(1, entropy_normalized=[1.0], logit_row_std=[2.0]), **record}
-    assert heads.write([writer], 7, late, []) == []
+    shots = [rows.take(3, record, RULE)]
+    assert write(dashboard, [writer], shots[0], Changes(opened=[event(3, 0), event(3, 1)])) == []
+    late = {"first": make_record(1, head_dim=None, entropy_normalized=[1.0], critical_ratio=[0.25]), **record}
+    shots.append(rows.take(7, late, RULE))
+    assert write(dashboard, [writer], shots[1], Changes(ended=[event(3, 1)])) == []
     writer.close()
 
-    events = read(tmp_path)
+    events = read_events(tmp_path)
     tags = events.Tags()
     assert set(tags["images"]) == {"attn_heads/entropy_normalized", "attn_heads/saturation_ratio"}
-    pictures = [
-        np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)))
-        for picture in events.Images("attn_heads/entropy_normalized")
-    ]
-    assert pictures[0].tolist() == [[[68, 1, 84], [33, 145, 140]]]
-    assert pictures[1].tolist() == [[[68, 1, 84], [33, 145, 140]], [[253, 231, 37], [128, 128, 128]]]
+    for picture, shot in zip(events.Images("attn_heads/entropy_normalized"), shots, strict=True):
+        drawn = draw("entropy_normalized", shot, 0.5).rgb()
+        np.testing.assert_array_equal(
+            np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)).convert("RGB")), drawn
+        )
+        assert (picture.step, picture.height, picture.width) == (shot.step, *drawn.shape[:2])
 
-    tables = events.Tensors("attn_monitor/logit_row_std")
-    assert [table.step for table in tables] == [3, 7]
-    np.testing.assert_array_equal(tensor_util.make_ndarray(tables[0].tensor_proto), [[4, 8]])
-    np.testing.assert_array_equal(tensor_util.make_ndarray(tables[1].tensor_proto), [[4, 8], [2, NAN]])
-    assert tensor_util.make_ndarray(tables[1].tensor_proto).dtype == np.float32
+    (first, table), (second, wider) = arrays(tmp_path, "attn_monitor/logit_row_std")
+    assert (first, second, wider.dtype) == (3, 7, np.float32)
+    np.testing.assert_array_equal(table, [[4, 8]])
+    np.testing.assert_array_equal(wider, [[4, 8], [NAN, NAN]])
+    np.testing.assert_array_equal(arrays(tmp_path, "attn_monitor/saturation_ratio")[1][1], [[0.5, 1], [0.25, NAN]])
     metadata = events.SummaryMetadata("attn_monitor/logit_row_std")
     assert (metadata.plugin_data.plugin_name, metadata.data_class) == ("attn_monitor", 2)
     assert "root of the mean over rows" in metadata.summary_description
-    content = json.loads(events.PluginTagToContent("attn_monitor")["attn_monitor/logit_row_std"])
-    assert content == {"version": 1, "kind": "heads", "statistic": "logit_row_std", "layers": ["net.a b"]}
-    names = [tensor_util.make_ndarray(row.tensor_proto).tolist() for row in events.Tensors("attn_monitor/layers")]
-    assert names == [[b"net.a b"], [b"net.a b", b"first"]]
+    contents = {tag: json.loads(text) for tag, text in events.PluginTagToContent("attn_monitor").items()}
+    assert contents["attn_monitor/logit_row_std"] == {"version": 1, "kind": "heads", "statistic": "logit_row_std"}
+    assert contents["attn_monitor/saturation_ratio"]["threshold"] == 0.4
+    assert {tag: content["kind"] for tag, content in contents.items() if content["kind"] != "heads"} == {
+        "attn_monitor/layers": "layers",
+        "attn_monitor/head_dim": "head_dim",
+        "attn_monitor/event_records": "events",
+    }
+    names = [(step, names.tolist()) for step, names in arrays(tmp_path, "attn_monitor/layers")]
+    assert names == [(3, [b"net.a b"]), (7, [b"net.a b", b"first"])]
+    (_, dims), (_, more) = arrays(tmp_path, "attn_monitor/head_dim")
+    np.testing.assert_array_equal(dims, [64])
+    np.testing.assert_array_equal(more, [64, NAN])
+    records = [
+        (step, [json.loads(entry)["state"] for entry in entries])
+        for step, entries in arrays(tmp_path, "attn_monitor/event_records")
+    ]
+    assert records == [(3, ["opened", "opened"]), (7, ["ended"])]
 
     texts = events.Tensors("attn_monitor/events/text_summary")
-    assert [(text.step, text.tensor_proto.string_val[0].decode()) for text in texts] == [
-        (3, str(event(3, 0))),
-        (3, str(event(3, 1))),
-    ]
+    assert [text.step for text in texts] == [3, 7]  # one a step: TensorBoard keeps no more
+    page = texts[0].tensor_proto.string_val[0].decode()
+    assert str(event(3, 0)) in page
+    assert str(event(3, 1)) in page
 
 
-def test_a_rich_write_that_fails_is_given_up_for_that_writer_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken, sound = SummaryWriter(str(tmp_path / "broken")), SummaryWriter(str(tmp_path / "sound"))
+def test_names_of_every_kind_come_back(tmp_path: Path) -> None:
+    names = ["a/b", "x.y", "m[0]", 'q"q', "<script>", "ünïcode", "\ud800", "a\nb"]
+    writer = SummaryWriter(str(tmp_path))
+    record = {name: make_record(1, entropy=[1.0], logit_row_std=[9.0]) for name in names}
+    opened = [replace(event(0, 0), layer=name) for name in names]
+    assert write(Dashboard({"entropy"}, RULE), [writer], Rows().take(0, record, RULE), Changes(opened=opened)) == []
+    writer.close()
+    ((_, stored),) = arrays(tmp_path, "attn_monitor/layers")
+    readable = [name if name != "\ud800" else "?" for name in names]  # no UTF-8 has a lone surrogate
+    assert [name.decode() for name in stored.tolist()] == readable
+    ((_, records),) = arrays(tmp_path, "attn_monitor/event_records")
+    assert [json.loads(entry)["layer"] for entry in records.tolist()] == names
 
+
+def test_a_kind_that_cannot_be_made_is_given_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_loop(*args: Any, **kwargs: Any) -> None:
         raise TypeError("No loop matching the specified signature")
+
+    monkeypatch.setattr("attn_monitor.dashboards.summaries.bucketed", no_loop)
+    writer, dashboard = SummaryWriter(str(tmp_path)), Dashboard({"entropy_normalized"}, RULE)
+    shot = Rows().take(0, {"a": make_record(entropy_normalized=[0.1, 0.2])}, RULE)
+    assert write(dashboard, [writer], shot) == ["histograms (TypeError: No loop matching the specified signature)"]
+    assert write(dashboard, [writer], replace(shot, step=1)) == []
+    writer.close()
+    events = read_events(tmp_path)
+    assert events.Tags()["histograms"] == []
+    assert len(events.Images("attn_heads/entropy_normalized")) == 2
+    assert len(events.Tensors("attn_monitor/entropy_normalized")) == 2
+
+
+def test_a_writer_that_fails_is_given_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, sound = SummaryWriter(str(tmp_path / "broken")), SummaryWriter(str(tmp_path / "sound"))
 
     def disk_full() -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(broken, "add_image", no_loop)
     monkeypatch.setattr(broken, "_get_file_writer", disk_full)
-    heads = HeadWriter({"entropy_normalized"}, RULE)
-    record = {"a": make_record(entropy_normalized=[0.1, 0.2])}
-    assert heads.write([broken, sound], 0, record, []) == [
-        "images (TypeError: No loop matching the specified signature)",
-        "tensors (OSError: [Errno 28] No space left on device)",
-    ]
-    assert heads.write([broken, sound], 1, record, []) == []
+    dashboard = Dashboard({"entropy_normalized"}, RULE)
+    shot = Rows().take(0, {"a": make_record(entropy_normalized=[0.1, 0.2])}, RULE)
+    assert write(dashboard, [broken, sound], shot) == ["but scalars (OSError: [Errno 28] No space left on device)"]
+    assert write(dashboard, [broken, sound], replace(shot, step=1)) == []
     sound.close()
-    assert len(read(tmp_path / "sound").Images("attn_heads/entropy_normalized")) == 2
+    assert len(read_events(tmp_path / "sound").Images("attn_heads/entropy_normalized")) == 2
 
 
 def test_only_tensorboard_writers_are_written_to() -> None:
     class CsvLike:
         def add_scalar(self) -> None: ...
 
-    assert HeadWriter({"entropy"}, RULE).write([CsvLike(), None], 0, {"a": make_record()}, [event(0, 0)]) == []
+    shot = Rows().take(0, {"a": make_record()}, RULE)
+    assert write(Dashboard({"entropy"}, RULE), [CsvLike(), None], shot, Changes(opened=[event(0, 0)])) == []
 
 
-def test_a_foreign_writer_gets_images_and_texts_but_no_tensors() -> None:
+def test_a_foreign_writer_gets_pictures_histograms_and_texts_but_no_tensors() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Foreign:
-        def add_image(self, tag: str, *args: object, **kwargs: object) -> None:
-            calls.append((tag, kwargs["dataformats"]))
+        def add_image(self, tag: str, image: Any, step: int, dataformats: str) -> None:
+            calls.append((tag, image.ndim, step, dataformats))
 
-        def add_text(self, *args: object) -> None:
-            calls.append(args)
+        def add_text(self, tag: str, text: str, step: int) -> None:
+            calls.append((tag, str(event(4, 1)) in text, step))
 
-    record = {"a": make_record(entropy_normalized=[0.1, 0.2])}
-    assert HeadWriter({"entropy_normalized"}, RULE, prefix="val_").write([Foreign()], 4, record, [event(4, 1)]) == []
+        def add_histogram_raw(self, tag: str, **fields: Any) -> None:
+            calls.append((tag, fields["num"], fields["global_step"]))
+
+    shot = Rows().take(4, {"net.a b": make_record(entropy_normalized=[0.1, 0.2], logit_row_std=[1.0, NAN])}, RULE)
+    dashboard = Dashboard({"entropy_normalized"}, RULE, prefix="val_")
+    assert write(dashboard, [Foreign()], shot, Changes(opened=[event(4, 1)])) == []
     assert calls == [
-        ("val_attn_monitor/events", str(event(4, 1)), 4),
-        ("val_attn_heads/entropy_normalized", "HWC"),
-        ("val_attn_heads/saturation_ratio", "HWC"),
+        ("val_attn_monitor/events", True, 4),
+        ("val_attn_heads/entropy_normalized", 3, 4, "HWC"),
+        ("val_attn_heads/saturation_ratio", 3, 4, "HWC"),
+        ("val_attn_heads_histogram/entropy_normalized", 2, 4),
+        ("val_attn_heads_histogram/saturation_ratio", 1, 4),
     ]
+
+
+# -- histograms --------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_hold_every_finite_value() -> None:
+    values = np.array([[0.0, 3.0, NAN], [1.5, INF, 0.05]], dtype=np.float32)
+    found = bucketed(values)
+    assert found is not None
+    assert (found["min"], found["max"], found["num"]) == (0.0, 3.0, 4.0)
+    assert found["sum"] == pytest.approx(4.55)
+    assert found["sum_squares"] == pytest.approx(9 + 2.25 + 0.0025)
+    np.testing.assert_allclose(found["bucket_limit"], np.linspace(0.1, 3.0, 30), rtol=1e-6)
+    assert {index: count for index, count in enumerate(found["bucket"]) if count} == {0: 2.0, 15: 1.0, 29: 1.0}
+
+
+@pytest.mark.parametrize("values", [[], [NAN], [NAN, INF, -INF]])
+def test_nothing_finite_gives_no_histogram(values: list[float]) -> None:
+    assert bucketed(np.array(values)) is None
+
+
+@pytest.mark.parametrize("values", [[2.0], [2.0, 2.0, 2.0], [1e-320, 0.0], [-1e30, 1e30], [1.0, 1.0 + 1e-7]])
+def test_extreme_values_have_buckets(values: list[float]) -> None:
+    found = bucketed(np.array(values))
+    assert found is not None
+    assert sum(found["bucket"]) == len(values)
+    assert len(found["bucket"]) == len(found["bucket_limit"])
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+
+
+def publish(folder: Path, layers: int, heads: int, chosen: frozenset[str], steps: int = 1) -> list[str]:
+    """Publish records of random numbers to a TensorBoard logger; return what was reported."""
+    logger = TensorBoardLogger(folder, name="", version="")
+    trainer: Any = SimpleNamespace(
+        is_global_zero=True, loggers=[logger], _logger_connector=SimpleNamespace(_callback_metrics={})
+    )
+    reported: list[str] = []
+    publisher = Publisher(chosen, RULE, "", reported.append)
+    values: dict[str, Any] = {name: torch.rand(heads).tolist() for name in sorted(ALL)}
+    record = {f"model.layers.{layer}.self_attn": make_record(heads, **values) for layer in range(layers)}
+    for step in range(steps):
+        publisher.publish(trainer, step, record, 0)
+    logger.finalize("success")
+    return reported
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (12, 12), (80, 64)])
+@pytest.mark.parametrize("chosen", [HEADLINE, sorted(ALL)])
+def test_the_number_of_scalar_tags_is_bounded(tmp_path: Path, layers: int, heads: int, chosen: list[str]) -> None:
+    assert publish(tmp_path, layers, heads, frozenset(chosen)) == []
+    tags = read_events(tmp_path).Tags()
+    assert len(tags["scalars"]) <= 2 * len(chosen) * layers + 10
+    if layers == 80 and len(chosen) == len(HEADLINE):
+        assert len(tags["scalars"]) == 11 * 80 + 3 + 6  # as docs/dashboards.md says
+    assert len(tags["images"]) == len(tags["histograms"]) == len(chosen) + 1
+
+
+def test_pictures_become_rarer() -> None:
+    due = [observation for observation in range(1, 2001) if picture_due(observation)]
+    assert due[:20] == [*range(1, 17), 18, 20, 22, 24]
+    assert len(due) == 71
+    assert all(later - sooner <= max(1, sooner / 8) for sooner, later in pairwise(due))
+
+
+def test_other_steps_have_pictures_when_something_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "picture_due", lambda observation: observation == 2)
+    assert publish(tmp_path, 2, 3, frozenset(["entropy"]), steps=4) == []
+    events = read_events(tmp_path)
+    assert [picture.step for picture in events.Images("attn_heads/entropy")] == [1]
+    assert [point.step for point in events.Histograms("attn_heads_histogram/entropy")] == [0, 1, 2, 3]
+    assert [table.step for table in events.Tensors("attn_monitor/entropy")] == [0, 1, 2, 3]
+    assert [text.step for text in events.Tensors("attn_monitor/summary/text_summary")] == [1]

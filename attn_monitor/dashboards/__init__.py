@@ -1,0 +1,1 @@
+"""What the callback writes: scalars, pictures and pages for TensorBoard and the other loggers."""

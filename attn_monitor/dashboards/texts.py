@@ -1,0 +1,128 @@
+"""The text pages of TensorBoard, in Markdown: what happened, which heads are worst, how to read the pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from attn_monitor.dashboards.growth import FACTORS, Growth, most_grown
+from attn_monitor.dashboards.tables import Snapshot
+from attn_monitor.saturation import Changes, SaturationEvent
+from attn_monitor.scales import RATIO, scale_of
+from attn_monitor.tags import definition, direction
+
+_LISTED = 20
+"""How many events a page lists at most."""
+_WORST = 10
+"""How many heads the summary lists."""
+_SHOWN = (RATIO, "entropy_normalized", "jacobian_trace", *FACTORS)
+_ROW_NAMES = 400
+_ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+
+
+def escape(text: str) -> str:
+    r"""Return text as Markdown that shows it as it is, also within a table.
+
+    Example:
+        >>> escape("net.self_attn"), escape("a|b <i> _x_")
+        ('net.self_attn', 'a\\|b &lt;i&gt; \\_x\\_')
+    """
+    text = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())).translate(_ENTITIES)
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
+
+
+def event_page(step: int, changes: Changes) -> str:
+    """Return what an observation changed, the worst heads first; empty if nothing.
+
+    All of a step stand on one page, since TensorBoard keeps one text for a tag and step.
+    """
+    parts: list[str] = []
+    for title, events in (("newly saturated", changes.opened), ("now critical", changes.escalated)):
+        if events:
+            parts += [f"#### step {step}: {_heads(len(events))} {title}", *_event_sections(events)]
+    if changes.ended:
+        names = [f"head {event.head} of {escape(event.layer)}" for event in changes.ended[:_LISTED]]
+        names += _more(changes.ended)
+        parts += [f"#### step {step}: {_heads(len(changes.ended))} recovered", "\n".join(f"- {name}" for name in names)]
+    return "\n\n".join(parts)
+
+
+def _event_sections(events: Sequence[SaturationEvent]) -> list[str]:
+    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)[:_LISTED]
+    sections = [f"**{event.severity}**: {escape(str(event))}" for event in worst]
+    known = [name for name in (*FACTORS, "logit_max") if any(getattr(event, name) is not None for event in worst)]
+    rows = [
+        [escape(event.layer), str(event.head), f"{event.ratio:.3g}", f"{event.threshold:g}"]
+        + [_number(getattr(event, name)) for name in known]
+        for event in worst
+    ]
+    table = _table(["layer", "head", RATIO, "limit", *known], rows)
+    return [*sections, *_more(events), table]
+
+
+def summary_page(snapshot: Snapshot, growth: Growth, saturated_heads: int) -> str:
+    """Return the state of the model: how many heads are saturated, the worst of them, and what grew since when."""
+    ratios = snapshot.tables.get(RATIO)
+    observed = sum(heads for heads, limit in zip(snapshot.heads, snapshot.limits, strict=True) if not np.isnan(limit))
+    layers = f"{len(snapshot.layers)} layer{'' if len(snapshot.layers) == 1 else 's'}"
+    start = f"**step {snapshot.step}: {saturated_heads} of {_heads(observed)} saturated**, in {layers}"
+    if ratios is None or not (np.isfinite(ratios).any() or snapshot.broken.any()):
+        return f"{start}; no saturation ratio was measured."
+    severity = np.nan_to_num(ratios / snapshot.limits[:, None], nan=-1.0, posinf=np.inf)
+    severity[snapshot.broken] = np.inf
+    order = np.argsort(-severity, axis=None, kind="stable")[:_WORST]
+    places = [(int(row), int(head)) for row, head in zip(*np.unravel_index(order, severity.shape), strict=True)]
+    shown = [name for name in _SHOWN if name in snapshot.tables]
+    rows = []
+    for row, head in places:
+        if severity[row, head] < 0:
+            continue
+        grown = growth.of(snapshot, row, head)
+        numbers = [
+            _number(float(snapshot.tables[name][row, head])) + (f" (x{grown[name]:.3g})" if name in grown else "")
+            for name in shown
+        ]
+        grew = "nan or inf logits" if snapshot.broken[row, head] else most_grown(grown)
+        rows.append([escape(snapshot.layers[row]), str(head), f"{snapshot.limits[row]:g}", *numbers, grew])
+    text = f"{start}. The worst heads, and in brackets how far each factor has come since step {growth.since}:"
+    return f"{text}\n\n{_table(['layer', 'head', 'limit', *shown, 'grew most'], rows)}"
+
+
+def legend_page(snapshot: Snapshot, names: Iterable[str], curves: int) -> str:
+    """Return how to read the pictures: every number with its colour scale, and which row is which layer."""
+    rows = [[f"`{name}`", escape(definition(name)), direction(name), scale_of(name).describe()] for name in names]
+    layers = [
+        [str(row), escape(layer), str(heads)]
+        for row, (layer, heads) in enumerate(zip(snapshot.layers, snapshot.heads, strict=True))
+    ]
+    return "\n\n".join(
+        [
+            "Pictures show layers from the top and heads from the left. Values beyond a scale take the colour of its "
+            f"end; grey is not measured, blank is no head; a frame marks a head whose {RATIO} is above its limit, "
+            f"or that has nan or inf logits. The picture of {RATIO} is blue below the limit and orange above it.",
+            _table(["number", "what", "direction", "colours"], rows),
+            f"{curves} curves are logged for {len(layers)} layers, whatever the number of heads; the monitor's "
+            "`statistics=[...]` chooses fewer.",
+            _table(["row", "layer", "heads"], layers[:_ROW_NAMES]),
+            *([f"and {len(layers) - _ROW_NAMES} more layers"] if len(layers) > _ROW_NAMES else []),
+        ]
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _more(events: Sequence[SaturationEvent]) -> list[str]:
+    return [f"and {len(events) - _LISTED} more"] if len(events) > _LISTED else []
+
+
+def _heads(count: int) -> str:
+    return f"{count} head{'' if count == 1 else 's'}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.3g}"

@@ -1,0 +1,1 @@
+"""What is made of runs afterwards: reading event files, the summary on the terminal, the page that can be mailed."""

@@ -1,0 +1,84 @@
+"""The summary of a run that stored no single heads: the means and the worst heads of its layers."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from attn_monitor.catalog import STATISTICS
+from attn_monitor.reports.runs import ScalarRun
+from attn_monitor.reports.summary import aligned, count, losses_and_norms, shown
+from attn_monitor.reports.terminal import printable
+from attn_monitor.views import Series
+
+_LAYER_TAG = re.compile(r"attn_(?!monitor/)\w+/(?P<layer>.+)")
+_SHOWN = 5
+
+
+def summarize_scalars(run: ScalarRun) -> str:
+    """Return the summary of a run that stored no single heads: means and worst heads of layers are all it has."""
+    layers = dict.fromkeys(match["layer"] for tag in run.scalars if (match := _LAYER_TAG.fullmatch(tag)))
+    steps = sorted({step for points in run.scalars.values() for step in points.steps.tolist()})
+    lines = [
+        f"{run.name}: {count(layers, 'layer')}, {count(steps, 'observation')}, steps {steps[0]} to {steps[-1]}",
+        f"  {run.source} with means and worst heads of layers only: which head it is, only per-head tensors can say, "
+        "and those need a TensorBoardLogger",
+    ]
+    lines += _model_wide(run)
+    lines += _worst_layers(run)
+    rows = [["beside it", "first", "last"]]
+    rows += [
+        [tag, shown(float(points.values[0])), shown(float(points.values[-1]))]
+        for tag, points in losses_and_norms(run.others)
+    ]
+    if len(rows) > 1:
+        lines += ["", *aligned(rows)]
+    return "\n".join(map(printable, lines))
+
+
+def _model_wide(run: ScalarRun) -> list[str]:
+    saturated = run.scalars.get("attn_monitor/saturated_heads")
+    lines = []
+    if saturated is not None:
+        above = np.flatnonzero(saturated.values > 0)
+        if len(above):
+            lines.append(
+                f"  saturated heads: first at step {saturated.steps[above[0]]}, most {saturated.values.max():.0f}, "
+                f"{saturated.values[-1]:.0f} at the end"
+            )
+        else:
+            lines.append("  saturated heads: none at any step")
+    ratio = run.scalars.get("attn_monitor/saturation_ratio_max")
+    if ratio is not None and np.isfinite(ratio.values).any():
+        at = int(np.nanargmax(ratio.values))
+        lines.append(
+            f"  largest saturation_ratio: {ratio.values[at]:.3g} at step {ratio.steps[at]}, "
+            f"{ratio.values[-1]:.3g} at the end"
+        )
+    return lines
+
+
+def _worst_layers(run: ScalarRun) -> list[str]:
+    """Return the layers whose worst head is worst, by the first statistic that has a direction."""
+    for name in ("logit_row_std", *STATISTICS):
+        worse = STATISTICS[name].worse
+        root = f"attn_{name}_{'min' if worse == 'down' else 'max'}/"
+        found = {tag.removeprefix(root): _finite(points) for tag, points in run.scalars.items() if tag.startswith(root)}
+        found = {layer: points for layer, points in found.items() if len(points.steps)}
+        if worse is not None and found:
+            sign = -1 if worse == "down" else 1
+            peaks = {layer: int((sign * points.values).argmax()) for layer, points in found.items()}
+            order = sorted(found, key=lambda layer: -sign * found[layer].values[peaks[layer]])
+            rows = [["worst layers", f"{name} of the worst head", "at step", "first", "last"]]
+            for layer in order[:_SHOWN]:
+                steps, values = found[layer]
+                at = peaks[layer]
+                rows.append([layer, shown(values[at]), str(steps[at]), shown(values[0]), shown(values[-1])])
+            return ["", *aligned(rows)]
+    return []
+
+
+def _finite(points: Series) -> Series:
+    known = np.isfinite(points.values)
+    return Series(points.steps[known], points.values[known])

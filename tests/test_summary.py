@@ -1,0 +1,195 @@
+"""What the terminal says of a run: the first event, the worst heads, what grew, and the loss beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attn_monitor.reports.runs import ScalarRun
+from attn_monitor.reports.scalar_summary import summarize_scalars
+from attn_monitor.reports.summary import summarize
+from attn_monitor.views import RunData, Series, Table
+from tests.event_data import make_event
+
+LAYERS, HEADS, STEPS = ("encoder.0", "decoder.0"), 3, (0, 10, 20, 30)
+SICK = (1, 2)
+
+
+def make_series(*values: float, steps: Sequence[int] = STEPS) -> Series:
+    return Series(np.array(steps, np.int64), np.array(values, np.float64))
+
+
+def make_table(healthy: float, sick: Sequence[float]) -> Table:
+    """Return a table that is the same for all heads but one."""
+    values = np.full((len(STEPS), len(LAYERS), HEADS), healthy, np.float32)
+    values[:, SICK[0], SICK[1]] = sick
+    return Table(np.array(STEPS, np.int64), values)
+
+
+def collapsing() -> RunData:
+    """Head 2 of decoder.0: its queries double three times, its alignment at the end; flagged at 20, critical at 30."""
+    opened = make_event(20, "decoder.0", 2, message="step 20: head 2 of decoder.0 is saturated, for a reason")
+    return RunData(
+        name="version_0",
+        layers=LAYERS,
+        head_dims=[64, 64],
+        threshold=0.5,
+        tables={
+            "saturation_ratio": make_table(0.125, [0.15, 0.3, 0.6, 2.4]),
+            "logit_row_std": make_table(1.0, [1.2, 2.4, 4.8, 19.2]),
+            "entropy_normalized": make_table(0.9, [0.9, 0.8, 0.4, 0.05]),
+            "grad_logits_norm": make_table(0.0, [3.0, 2.0, 1.0, 0.5]),
+            "scale_ratio": make_table(1.0, [1.0] * 4),
+            "q_rms": make_table(1.0, [1.0, 2.0, 4.0, 8.0]),
+            "k_rms": make_table(1.0, [1.0] * 4),
+            "alignment": make_table(1.0, [1.2, 1.2, 1.2, 2.4]),
+            "qk_std": make_table(1.0, [1.2, 2.4, 4.8, 19.2]),
+        },
+        events=[opened, {**opened, "step": 30, "severity": "critical", "state": "critical"}],
+        scalars={
+            "train_loss": make_series(4.0, 3.0, 2.5, 3.5),
+            "val_loss": make_series(4.5, 3.75, steps=(9, 25)),
+            "grad_2.0_norm_total": make_series(7.0, 6.0, 50.0, 0.25),
+            "glossary": make_series(1.0, 1.0, 1.0, 1.0),
+        },
+    )
+
+
+def test_a_collapse_is_told() -> None:
+    assert summarize(collapsing()).splitlines() == [
+        "version_0: 2 layers of 3 heads, 4 observations, steps 0 to 30",
+        "  first event: step 20: head 2 of decoder.0 is saturated, for a reason",
+        "  1 head flagged, 1 of them critical, 1 still open at the end",
+        "",
+        "  worst heads          largest ratio  at step  flagged at  entropy_normalized at end  grad_logits_norm at end",
+        "  head 2 of decoder.0  2.4            30       20          0.05                       0.5",
+        "",
+        "  what grew, from the first observation to the largest ratio:",
+        "    head 2 of decoder.0: logit_row_std 16x = q_rms 8x (75 %), alignment 2x (25 %); "
+        "likely cause: q_rms grew 8x since step 0",
+        "",
+        "  beside it                    step 0  step 20 (first event)  step 30",
+        "  train_loss                   4       2.5                    3.5",
+        "  val_loss                     4.5     4.5                    3.75",
+        "  grad_2.0_norm_total          7       50                     0.25",
+        "  grad_logits_norm, all heads  3       1                      0.5",
+    ]
+
+
+def test_a_healthy_run_shows_its_worst_heads_anyway() -> None:
+    run = collapsing()
+    tables = {"saturation_ratio": make_table(0.125, [0.15, 0.2, 0.3, 0.25])}
+    lines = summarize(replace(run, tables=tables, events=[], scalars={})).splitlines()
+    assert lines[1] == (
+        "  no event: no head was flagged, the largest saturation_ratio is 0.3, head 2 of decoder.0 at step 20 "
+        "(limit 0.5)"
+    )
+    assert [line.split() for line in lines[4:9]] == [
+        ["head", "2", "of", "decoder.0", "0.3", "20", "-"],
+        *(["head", str(head), "of", "encoder.0", "0.125", "0", "-"] for head in range(3)),
+        ["head", "0", "of", "decoder.0", "0.125", "0", "-"],
+    ]
+    assert lines[-1] == "  no loss was logged: no scalar of this run has `loss` in its name"
+
+
+def test_growth_of_a_healthy_head_has_no_cause() -> None:
+    text = summarize(replace(collapsing(), threshold=3.0, events=[]))
+    assert "head 2 of decoder.0: logit_row_std 16x = q_rms 8x (75 %), alignment 2x (25 %)\n" in text
+    assert "likely cause" not in text
+
+
+def test_a_run_without_a_limit_does_not_claim_that_nothing_happened() -> None:
+    lines = summarize(replace(collapsing(), threshold=None, events=[])).splitlines()
+    assert lines[1] == ("  no events are stored; the largest saturation_ratio is 2.4, head 2 of decoder.0 at step 30")
+    assert "likely cause: q_rms grew 8x since step 0" in "\n".join(lines)
+
+
+def test_events_end_and_open_again() -> None:
+    states = [(10, 0, "opened"), (15, 1, "opened"), (20, 0, "ended"), (25, 1, "ended"), (30, 1, "opened")]
+    events = [make_event(step, "encoder.0", head, state=state) for step, head, state in states]
+    lines = summarize(replace(collapsing(), events=events)).splitlines()
+    assert lines[2] == "  2 heads flagged, 0 of them critical, 1 still open at the end"
+    assert [line.split()[1:4] for line in lines[5:8]] == [
+        ["2", "of", "decoder.0"],  # above the limit, whatever the events say
+        ["0", "of", "encoder.0"],
+        ["1", "of", "encoder.0"],
+    ]
+    assert lines[8] == ""
+
+
+def test_heads_with_nan_come_first() -> None:
+    broken = make_event(30, "encoder.0", 1, statistic="nonfinite", severity="critical", ratio=None, value=7)
+    run = collapsing()
+    values = run.tables["saturation_ratio"].values.copy()
+    values[:, 0, 1] = np.nan
+    tables = {**run.tables, "saturation_ratio": Table(run.steps, values)}
+    lines = summarize(replace(run, tables=tables, events=[*run.events, broken])).splitlines()
+    assert lines[5].split()[:7] == ["head", "1", "of", "encoder.0", "-", "-", "30"]
+    assert lines[6].startswith("  head 2 of decoder.0  2.4")
+
+
+def test_a_missing_scale_is_named_as_the_cause() -> None:
+    run = collapsing()
+    tables = {**run.tables, "scale_ratio": make_table(8.0, [8.0] * 4)}
+    assert "likely cause: the scale 1/sqrt(d_k) is missing, and q_rms grew 8x" in summarize(replace(run, tables=tables))
+
+
+@pytest.mark.parametrize("tables", [{}, {"entropy": make_table(1.0, [np.nan] * 4)}])
+def test_a_run_that_measured_little_has_a_summary(tables: Mapping[str, Table]) -> None:
+    run = replace(collapsing(), tables=tables, events=[])
+    assert summarize(run).splitlines()[1] == "  no event: no head was flagged"
+
+
+def test_empty_tables_have_a_summary() -> None:
+    nothing = Table(np.zeros(0, np.int64), np.zeros((0, 0, 0), np.float32))
+    run = RunData("run", [], [], 0.5, {"saturation_ratio": nothing}, [], {})
+    assert summarize(run).startswith("run: 0 layers of 0 heads, 0 observations\n")
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    name = "layer\x1b[2J\n\u202e\x07注意"
+    text = summarize(replace(collapsing(), layers=(LAYERS[0], name), events=[]))
+    assert "\x1b" not in text
+    assert "layer\\x1b[2J\\n\\u202e\\x07注意" in text
+
+
+def scalar_run(**scalars: Any) -> ScalarRun:
+    tags = {
+        "attn_monitor/saturated_heads": make_series(0, 1, 3, 2),
+        "attn_monitor/saturation_ratio_max": make_series(0.1, 0.6, 1.25, 0.7),
+        "attn_entropy_normalized_min/a.0": make_series(0.9, 0.8, 0.7, 0.8),
+        "attn_entropy_normalized_min/a.1": make_series(0.9, 0.3, 0.5, 0.6),
+        "attn_entropy_normalized/a.1": make_series(0.9, 0.9, 0.9, 0.9),
+    }
+    return ScalarRun("version_3", "metrics.csv", {**tags, **scalars}, {"train_loss": make_series(4, 3, 2, 1)})
+
+
+def test_a_run_with_only_scalars_has_its_layers_and_says_what_is_missing() -> None:
+    assert summarize_scalars(scalar_run()).splitlines() == [
+        "version_3: 2 layers, 4 observations, steps 0 to 30",
+        "  metrics.csv with means and worst heads of layers only: which head it is, only per-head tensors can say, and "
+        "those need a TensorBoardLogger",
+        "  saturated heads: first at step 10, most 3, 2 at the end",
+        "  largest saturation_ratio: 1.25 at step 20, 0.7 at the end",
+        "",
+        "  worst layers  entropy_normalized of the worst head  at step  first  last",
+        "  a.1           0.3                                   10       0.9    0.6",
+        "  a.0           0.7                                   20       0.9    0.8",
+        "",
+        "  beside it   first  last",
+        "  train_loss  4      1",
+    ]
+
+
+def test_scalars_prefer_what_the_rule_judges_by() -> None:
+    run = scalar_run(**{"attn_logit_row_std_max/a.0": make_series(1, np.nan, 5, 2)})
+    assert summarize_scalars(run).splitlines()[6].split() == ["a.0", "5", "20", "1", "2"]
+
+
+def test_a_healthy_run_with_only_scalars() -> None:
+    run = scalar_run(**{"attn_monitor/saturated_heads": make_series(0, 0, 0, 0)})
+    assert "  saturated heads: none at any step" in summarize_scalars(run).splitlines()

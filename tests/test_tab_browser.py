@@ -1,0 +1,454 @@
+"""The Attention tab in a real browser, with TensorBoard around it. Screenshots lie in pytest's temporary folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from attn_monitor import views
+from attn_monitor.dashboards.colors import PALETTE, color_indices
+from attn_monitor.scales import Scale, scale_of
+from attn_monitor.tensorboard_plugin.plugin import STATIC
+from tests.board import Server, start_command, start_in_process
+from tests.browser import Browser, open_browser
+from tests.event_data import HOSTILE, StoredRun, make_event, make_run
+
+pytestmark = pytest.mark.slow
+
+SICK = "layers.1.attn"
+EVENTS = {
+    20: [make_event(20, SICK, 3)],
+    30: [make_event(30, "layers.0.attn", 1)],
+    40: [make_event(40, SICK, 3, severity="critical", state="critical")],
+    50: [make_event(50, "layers.0.attn", 1, state="ended")],
+}
+ENTRY = "data/plugin_entry.html?name=attn_monitor"
+PAGE = "document.body.attention"
+SCALARS = "/data/plugin/scalars/scalars"
+READY = "document.body.dataset.ready === 'true'"
+DRAWN = f"{PAGE}.state().drawn"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Server:
+    folder = tmp_path_factory.mktemp("logs")
+    make_run(events=EVENTS).write(folder / "one")
+    make_run(steps=(0, 20, 40, 80), seed=5).write(folder / "two")
+    server = start_in_process(folder)
+    server.wait(lambda server: server.get("runs").body == ["one", "two"])
+    return server
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Browser]:
+    """The tab's page, drawn; afterwards nothing may have gone wrong in it."""
+    yield from opened(browser, server.url)
+
+
+def opened(browser: Browser, url: str) -> Iterator[Browser]:
+    browser.go("about:blank")
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.go(url + ENTRY)
+    browser.wait(READY)
+    browser.wait(DRAWN)
+    yield browser
+    assert browser.problems == []
+    outside = [request for request in browser.requests if not request.startswith((url, "data:", "about:", "blob:"))]
+    assert outside == []
+
+
+def cells(browser: Browser, run: str) -> list[list[float | None]]:
+    found: list[list[float | None]] = browser.run(f"{PAGE}.cells({json.dumps(run)})")
+    return found
+
+
+def assert_cells(browser: Browser, run: str, expected: NDArray[np.float32]) -> None:
+    """Compare the cells with a [layers, heads] table whose missing heads are nan at the end of a row."""
+    found = cells(browser, run)
+    wanted = [row[~np.isnan(row)].tolist() for row in expected]
+    assert found == wanted
+
+
+def state(browser: Browser) -> dict[str, Any]:
+    found: dict[str, Any] = browser.run(f"{PAGE}.state()")
+    return found
+
+
+def place(browser: Browser, run: str, layer: int, head: int) -> tuple[float, float]:
+    """Return where in the window a cell is, after scrolling to it."""
+    x, y = browser.run(f"""(() => {{
+        const map = {PAGE}.app.maps.get({json.dumps(run)});
+        map.canvas.scrollIntoView({{block: "center"}});
+        const box = map.canvas.getBoundingClientRect();
+        const {{width, height}} = map.cell;
+        return [box.left + map.left + ({head} + 0.5) * width, box.top + map.top + ({layer} + 0.5) * height];
+    }})()""")
+    return x, y
+
+
+def pixel(browser: Browser, run: str, layer: int, head: int) -> list[int]:
+    """Return the colour of a cell, beside its middle."""
+    colour: list[int] = browser.run(f"""(() => {{
+        const map = {PAGE}.app.maps.get({json.dumps(run)});
+        const [x, y] = [map.left + ({head} + 0.25) * map.cell.width, map.top + ({layer} + 0.25) * map.cell.height];
+        return [...map.canvas.getContext("2d").getImageData(Math.round(x), Math.round(y), 1, 1).data].slice(0, 3);
+    }})()""")
+    return colour
+
+
+def test_the_heat_map_has_a_cell_for_every_head_with_its_value(page: Browser, tmp_path: Path) -> None:
+    one, two = make_run(), make_run(steps=(0, 20, 40, 80), seed=5)
+    assert state(page)["step"] == 80
+    assert state(page)["runs"] == ["one", "two"]
+    assert state(page)["statistic"] == "saturation_ratio"
+    assert_cells(page, "one", one.tables["saturation_ratio"][-1])
+    assert_cells(page, "two", two.tables["saturation_ratio"][-1])
+    assert [len(row) for row in cells(page, "one")] == [5, 5, 3]
+    for layer, head in ((0, 0), (1, 3), (2, 2)):
+        value = one.tables["saturation_ratio"][-1, layer, head]
+        colour = PALETTE[color_indices("saturation_ratio", value[None], 0.5)][0]
+        np.testing.assert_allclose(pixel(page, "one", layer, head), colour, atol=12)
+    assert "3 layers, up to 5 heads, step 80" in page.run("document.querySelector('.run canvas').ariaLabel")
+    page.screenshot(tmp_path / "tab.png", whole=True)
+
+
+@pytest.mark.parametrize("scale", [Scale("log", 0.01, 10.0), Scale("linear", 0.0, 0.5), Scale("signed", -1e3, 1e3)])
+def test_values_stand_where_they_stand_in_the_pictures(page: Browser, scale: Scale) -> None:
+    values = [-5e3, -20.0, -1e-3, 0.0, 0.003, 0.01, 0.2, 0.5, 3.0, 9.9, 40.0, 1e9]
+    options = json.dumps({"kind": scale.kind, "low": scale.low, "high": scale.high})
+    module = f"{page.run('location.origin')}/data/plugin/attn_monitor/index.js"
+    found = page.run(f"import('{module}').then((view) => {json.dumps(values)}.map(view.positions({options})))")
+    assert found == pytest.approx([scale.position(value) for value in values])
+
+
+@pytest.mark.parametrize(
+    ("statistic", "limit"), [("saturation_ratio", 0.5), ("saturation_ratio", None), ("logit_max", None)]
+)
+def test_colours_are_those_of_the_pictures(page: Browser, statistic: str, limit: float | None) -> None:
+    values = [-2e3, -3.0, 0.0, 0.01, 0.04, 0.3, 0.49, 0.5, 0.51, 1.2, 4.0, 11.0, 900.0]
+    scale = scale_of(statistic)
+    options = {"scale": {"kind": scale.kind, "low": scale.low, "high": scale.high}, "threshold": limit}
+    module = f"{page.run('location.origin')}/data/plugin/attn_monitor/index.js"
+    found = page.run(f"import('{module}').then((view) => {values}.map(view.colours({json.dumps(options)})))")
+    rgb = [[int(part) for part in text.removeprefix("rgb(").removesuffix(")").split(",")] for text in found]
+    # The pictures have 64 colours, the page has more: they differ by half a step of the map at most.
+    np.testing.assert_allclose(rgb, PALETTE[color_indices(statistic, np.array(values), limit)], atol=12)
+
+
+def test_the_selector_and_the_slider_change_what_is_shown(page: Browser) -> None:
+    one, two = make_run(), make_run(steps=(0, 20, 40, 80), seed=5)
+    page.run("""(() => { const select = document.querySelector("select[aria-label=Statistic]");
+        select.value = "entropy_normalized"; select.dispatchEvent(new Event("change")); })()""")
+    page.wait(f"{PAGE}.state().painted.every(({{statistic}}) => statistic === 'entropy_normalized')")
+    assert_cells(page, "one", one.tables["entropy_normalized"][-1])
+    # the steps of both runs: 0 10 20 30 40 50 60 80; at 30 the second run shows its step 20
+    page.run("""(() => { const slider = document.querySelector("input[type=range]");
+        slider.value = 3; slider.dispatchEvent(new Event("input")); })()""")
+    page.wait(f"{PAGE}.state().painted.every(({{step}}) => step === 30)")
+    assert_cells(page, "one", one.tables["entropy_normalized"][3])
+    assert_cells(page, "two", two.tables["entropy_normalized"][1])
+    assert page.run("document.querySelector('.step').textContent") == "30 (4 of 8)"
+
+
+def test_a_click_shows_the_lines_of_that_head(page: Browser, tmp_path: Path) -> None:
+    run = make_run()
+    page.click(*place(page, "one", 2, 1))
+    page.wait(f"{PAGE}.state().selected.layer === 'layers.2.attn' && {PAGE}.app.drawing === {PAGE}.app.selected")
+    page.wait(DRAWN)
+    assert state(page)["selected"] == {"run": "one", "layer": "layers.2.attn", "head": 1}
+    charts = state(page)["charts"]
+    assert set(charts) == {*run.tables, "factors"}
+    data = page.run(f"{PAGE}.app.plots.find(({{name}}) => name === 'q_rms').plot.data")
+    assert data[0] == [0, 10, 20, 30, 40, 50, 60, 80]  # both runs, and the loss of both
+    assert [value for value in data[1] if value is not None] == run.tables["q_rms"][:, 2, 1].tolist()
+    np.testing.assert_allclose([value for value in data[3] if value is not None], run.scalars["train_loss"], rtol=1e-6)
+    assert page.run("document.querySelector('.readout').textContent").startswith("layers.2.attn, head 1: ")
+    page.screenshot(tmp_path / "head.png", whole=True)
+
+
+def test_the_factors_are_stacked_and_sum_up_to_the_growth(page: Browser) -> None:
+    page.click(*place(page, "one", 1, 3))
+    page.wait(f"{PAGE}.state().selected.head === 3 && {PAGE}.app.drawing === {PAGE}.app.selected")
+    page.wait(DRAWN)
+    data = page.run(f"{PAGE}.app.plots.find(({{name}}) => name === 'factors').plot.data")
+    run = make_run()
+    total = np.log10(run.tables["qk_std"][:, 1, 3] / run.tables["qk_std"][0, 1, 3])
+    np.testing.assert_allclose(data[11], total, atol=1e-5)
+    top, bottom = np.array(data[5]), np.array(data[10])  # the highest and the lowest of the stacks
+    np.testing.assert_allclose(top + bottom, total, atol=1e-5)
+    words = page.run("document.querySelector('.growth').textContent")
+    assert words.startswith("Step 0 to 60: logit std \N{MULTIPLICATION SIGN}")
+    assert all(
+        factor in words
+        for factor in (
+            "scale·√d_k \N{MULTIPLICATION SIGN}1 ",
+            "query norm \N{MULTIPLICATION SIGN}",
+            "key norm \N{MULTIPLICATION SIGN}",
+            "alignment \N{MULTIPLICATION SIGN}",
+        )
+    )
+
+
+def test_events_are_links_to_their_head_and_step(page: Browser) -> None:
+    items = page.run("[...document.querySelectorAll('.events li')].map((item) => item.textContent)")
+    assert len(items) == 4
+    assert "head 3 of layers.1.attn is saturated" in items[0]
+    page.run("document.querySelectorAll('.events a')[1].click()")
+    page.wait(f"{PAGE}.state().step === 30")
+    assert state(page)["selected"] == {"run": "one", "layer": "layers.0.attn", "head": 1}
+    link = page.run("document.querySelectorAll('.events a')[2].href")
+    page.go("about:blank")
+    page.go(link)
+    page.wait(READY)
+    page.wait(f"{PAGE}.state().step === 40")
+    assert state(page)["selected"] == {"run": "one", "layer": SICK, "head": 3}
+
+
+def test_open_events_are_outlined_and_summed_up(page: Browser) -> None:
+    opened: dict[int, dict[str, str]] = {}
+    for step in (10, 20, 30, 40, 60):
+        page.run(f"{PAGE}.app.setStep({step})")
+        opened[step] = page.run(f"Object.fromEntries({PAGE}.app.maps.get('one').open)")
+    assert opened == {
+        10: {},
+        20: {"1:3": "warning"},
+        30: {"1:3": "warning", "0:1": "warning"},
+        40: {"1:3": "critical", "0:1": "warning"},
+        60: {"1:3": "critical"},
+    }
+    summary = page.run("document.querySelector('.summary').textContent")
+    assert summary.startswith("1 saturated head at step 60 (1 critical) · first ever: layers.1.attn head 3, step 20 · ")
+    assert "highest saturation ratio: layers.1.attn head 3, " in summary
+
+
+def test_the_keyboard_does_everything(page: Browser) -> None:
+    page.run(f"{PAGE}.app.select({{run: 'one', layer: 'layers.0.attn', head: 0}})")
+    page.run("document.querySelector('.run canvas').focus()")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"):
+        page.press(key)
+    assert state(page)["selected"] == {"run": "one", "layer": SICK, "head": 1}
+    for key, step in (("Home", 0), (".", 10), (".", 20), (",", 10), ("End", 80)):
+        page.press(key)
+        page.wait(f"{PAGE}.state().step === {step}")
+    page.press("]")
+    page.wait(f"{PAGE}.state().statistic === 'logit_row_std'")
+    page.press("[")
+    page.wait(f"{PAGE}.state().statistic === 'saturation_ratio'")
+    page.press("Home")
+    page.press("n")
+    page.wait(f"{PAGE}.state().step === 20 && {PAGE}.state().selected.head === 3")
+    page.press("n")
+    page.wait(f"{PAGE}.state().step === 30")
+    page.press("p")
+    page.wait(f"{PAGE}.state().step === 20")
+    page.press("?")
+    page.wait("document.querySelector('dialog').open")
+    page.press("Escape")
+    page.wait("!document.querySelector('dialog').open")
+
+
+def test_play_goes_through_the_steps_and_stops(page: Browser) -> None:
+    page.press("Home")
+    page.wait(f"{PAGE}.state().step === 0")
+    page.press(" ")
+    page.wait(f"{PAGE}.state().playing && {PAGE}.state().step >= 20")
+    page.press(" ")
+    page.wait(f"!{PAGE}.state().playing")
+    paused = state(page)["step"]
+    assert paused < 80
+    page.run("document.querySelector('.play').click()")
+    page.wait(f"{PAGE}.state().step === 80 && !{PAGE}.state().playing")
+    assert_cells(page, "one", make_run().tables["saturation_ratio"][-1])
+
+
+def test_a_run_can_be_hidden_and_shown(page: Browser) -> None:
+    page.run("document.querySelectorAll('.runs input')[0].click()")
+    page.wait(f"{PAGE}.state().runs.join() === 'two'")
+    page.wait("document.querySelectorAll('.run canvas').length === 1")
+    assert state(page)["steps"] == [0, 20, 40, 80]
+    page.run("document.querySelectorAll('.runs input')[0].click()")
+    page.wait(f"{PAGE}.state().runs.join() === 'one,two' && {PAGE}.app.maps.get('one').frame")
+    page.wait(DRAWN)
+
+
+def test_light_and_dark(page: Browser, tmp_path: Path) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    for scheme, colour in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(23, 25, 28)")):
+        page.prefer(scheme)
+        page.wait(f"{background} === '{colour}'")
+        page.screenshot(tmp_path / f"{scheme}.png")
+    page.press("d")
+    page.wait(f"{background} === 'rgb(255, 255, 255)'")
+    page.prefer("light")
+
+
+def test_a_pointer_over_a_cell_reads_it(page: Browser) -> None:
+    page.hover(*place(page, "one", 1, 2))
+    page.wait("!document.querySelector('.tip').hidden")
+    value = make_run().tables["saturation_ratio"][-1, 1, 2]
+    assert page.run("document.querySelector('.tip').textContent") == f"layers.1.attn, head 2: {value:.4g}"
+    page.hover(*place(page, "one", 2, 4))  # a head that this layer does not have
+    page.wait("document.querySelector('.tip').hidden")
+
+
+def test_the_tab_opens_inside_tensorboard_and_follows_its_theme(
+    browser: Browser, server: Server, tmp_path: Path
+) -> None:
+    browser.problems.clear()
+    browser.go(f"{server.url}#attn_monitor")
+    inside = "document.querySelector('iframe').contentDocument.body"
+    browser.wait(f"{inside}.dataset.ready === 'true'")
+    browser.wait(f"{inside}.attention.state().drawn")
+    assert browser.run(f"{inside}.attention.cells('one').map((row) => row.length)") == [5, 5, 3]
+    for name, theme in (("dark-mode", "dark"), ("", "light")):
+        browser.run(f"document.body.classList.{'add' if name else 'remove'}('dark-mode')")
+        browser.wait(f"{inside}.dataset.theme === '{theme}'")
+    browser.screenshot(tmp_path / "tensorboard.png")
+    assert [problem for problem in browser.problems if "plugin/attn_monitor" in problem] == []
+
+
+def test_nothing_that_is_named_can_inject(browser: Browser, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=window.injected=1>'\"&"
+    run = make_run(layers=HOSTILE, heads=3, scalars={"<script>window.injected=1</script>loss": [1.0] * 7})
+    run.events = {20: [make_event(20, HOSTILE[4], 1, message=HOSTILE[3] + hostile, severity="warning", state="opened")]}
+    run.write(tmp_path / "logs" / hostile.replace("/", ""))
+    server = start_in_process(tmp_path / "logs")
+    server.wait(lambda server: len(server.get("runs").body) == 1)
+    for page in opened(browser, server.url):
+        assert state(page)["selected"]["layer"] == HOSTILE[4]
+        page.click(*place(page, hostile, 3, 1))
+        page.wait(f"{PAGE}.state().selected.layer === {json.dumps(HOSTILE[3])}")
+        page.wait(f"{PAGE}.app.drawing === {PAGE}.app.selected")
+        page.wait(DRAWN)
+        page.run("document.querySelector('.events a').click()")
+        text = page.run("document.body.textContent")
+        assert all(name in text for name in (hostile, HOSTILE[3] + hostile))
+        assert page.run("window.injected === undefined && !document.querySelector('img, .events script')")
+        page.screenshot(tmp_path / "hostile.png", whole=True)
+
+
+def test_an_empty_directory_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
+    server = start_in_process(tmp_path)
+    browser.problems.clear()
+    browser.go(server.url + ENTRY)
+    browser.wait("document.querySelector('.banner') && !document.querySelector('.banner').hidden")
+    assert "no attention data here yet" in browser.run("document.querySelector('.banner').textContent")
+    assert browser.problems == []
+
+
+def test_a_run_that_is_still_being_written_is_followed(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(events=EVENTS)
+    run.write(tmp_path / "one", range(3))
+    server = start_in_process(tmp_path, "--reload_interval=1")
+    server.wait(lambda server: server.get("runs").body == ["one"])
+    for page in opened(browser, server.url):
+        assert state(page)["steps"] == [0, 10, 20]
+        later = StoredRun(run.steps, run.tables, run.layers, run.head_dims, events=EVENTS, scalars=run.scalars)
+        later.write(tmp_path / "one", range(3, 7))
+        server.wait(lambda server: len(server.get("meta", run="one").body["steps"]) == 7)
+        page.press("r")
+        page.wait(f"{PAGE}.state().step === 60")
+        page.wait(f"{PAGE}.state().events === 4")
+        assert_cells(page, "one", run.tables["saturation_ratio"][-1])
+        page.wait(DRAWN)
+
+
+def inline_page(folder: Path, runs: list[views.RunData]) -> str:
+    """Write what a report is: the page's own files and the data, in one file."""
+    data = {
+        "version": 1,
+        "generated": "now",
+        "runs": [
+            {
+                "meta": views.run_meta(run),
+                "tables": {name: views.frames(run, name, slice(None)) for name in run.tables},
+                "scalars": {tag: views.scalar(run, tag) for tag in run.scalars},
+                "events": views.events(run),
+            }
+            for run in runs
+        ],
+    }
+    style = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "index.css"))
+    script = (STATIC / "index.js").read_text(encoding="utf-8")
+    path = folder / "report.html"
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><style>{style}</style><body>"
+        f"<script>{(STATIC / 'uPlot.iife.min.js').read_text(encoding='utf-8')}</script>"
+        f'<script type="application/json" id="data">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>'
+        f'<script type="module">{script}\n'
+        'mount(document.body, inlineSource(JSON.parse(document.getElementById("data").textContent)));</script>',
+        encoding="utf-8",
+    )
+    return path.as_uri()
+
+
+def test_the_same_page_shows_data_that_is_embedded_in_it(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(layers=HOSTILE[:3])
+    tensors: dict[str, Any] = {
+        f"attn_monitor/{name}": list(zip(run.steps, table, strict=True)) for name, table in run.tables.items()
+    }
+    tensors["attn_monitor/grad_logits_norm"] = [(10, np.full((3, 5), 2.5, np.float32))]
+    tensors["attn_monitor/layers"] = [(0, np.array([name.encode() for name in run.layers], dtype=object))]
+    loss = views.series(list(zip(run.steps, run.scalars["train_loss"], strict=True)))
+    browser.go("about:blank")
+    browser.problems.clear()
+    browser.go(inline_page(tmp_path, [views.assemble("one", tensors, {"loss": loss}, threshold=0.5)]))
+    browser.wait(READY)
+    browser.wait(DRAWN)
+    assert_cells(browser, "one", run.tables["saturation_ratio"][-1])
+    browser.run(f"{PAGE}.app.setStatistic('grad_logits_norm')")
+    browser.run(f"{PAGE}.app.setStep(10)")
+    browser.wait(f"{PAGE}.cells('one')[0][0] === 2.5")
+    browser.run(f"{PAGE}.app.setStep(20)")
+    browser.wait(f"{PAGE}.cells('one')[0][0] !== 2.5")
+    lines = browser.run(f"{PAGE}.app.plots.find(({{name}}) => name === 'k_rms').plot.data")
+    layer, head = state(browser)["selected"]["layer"], state(browser)["selected"]["head"]
+    assert lines[1] == run.tables["k_rms"][:, run.layers.index(layer), head].tolist()
+    assert browser.problems == []
+
+
+def test_80_layers_of_64_heads_over_2000_steps_are_painted_within_3_seconds(browser: Browser, tmp_path: Path) -> None:
+    layers = [f"model.layers.{index}.self_attn" for index in range(80)]
+    run = make_run(steps=range(2000), layers=layers, heads=64)
+    run.tables = {name: run.tables[name] for name in ("saturation_ratio", "q_rms")}
+    run.write(tmp_path / "large")
+    with start_command(tmp_path) as server:
+        # What the server needs to read the file is its own time, the same for every tab. Scalars tell when it is done:
+        # to ask the tab for it would fill the tab's cache.
+        def loaded(server: Server) -> bool:
+            answer = server.ask(SCALARS, run="large", tag="train_loss")
+            return answer.status == 200 and answer.body[-1][1] == 1999
+
+        server.wait(loaded, 120)
+        browser.problems.clear()
+        browser.go("about:blank")
+        start = time.monotonic()
+        browser.go(server.url + ENTRY)
+        browser.wait(READY)
+        seconds = time.monotonic() - start
+        assert state(browser)["steps"][-1] == 1999
+        found = np.array(cells(browser, "large")[:-1], np.float32)
+        np.testing.assert_array_equal(found, run.tables["saturation_ratio"][-1, :-1])
+        print(f"first paint after {seconds:.2f} s")
+        assert seconds < 3.0
+        browser.wait(DRAWN, 60)
+        start = time.monotonic()
+        browser.run(f"{PAGE}.app.setStep(1000)")
+        browser.wait(f"{PAGE}.cells('large')[0][0] === {run.tables['saturation_ratio'][1000, 0, 0].item()!r}")
+        print(f"a far step after {time.monotonic() - start:.2f} s")
+        browser.screenshot(tmp_path / "large.png")
+        assert browser.problems == []
