@@ -52,9 +52,9 @@ def test_an_error_of_ours_is_said_once_and_training_goes_on(
 
 
 def test_a_statistic_that_raises_leaves_its_layer_in_the_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_monitor.collector.attention_sums", fails)
-    monkeypatch.setattr("attn_monitor.collector.softmax_sums", fails)
-    monkeypatch.setattr("attn_monitor.taps.attention_sums", fails)
+    monkeypatch.setattr("attn_monitor.collector.attention_rows", fails)
+    monkeypatch.setattr("attn_monitor.collector.softmax_rows", fails)
+    monkeypatch.setattr("attn_monitor.taps.attention_rows", fails)
     trainer, said = fit(Lit("hand", "sdpa"), AttentionMonitor(), 3, logger=[])
     seen = [text for text in said if "not measured" in text]
     assert trainer.global_step == 3
