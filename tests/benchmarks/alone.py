@@ -17,6 +17,7 @@ from tests.benchmarks.exact import exact_statistics
 from tests.benchmarks.looks import (
     BACKWARD,
     EVERYTHING,
+    FLOOR,
     FORWARD_SET,
     FULL_SET,
     HEAD,
@@ -125,7 +126,8 @@ def rows(found: list[Line]) -> list[tuple[str, ...]]:
         shape = f"{case.batch} x {case.heads} x {case.length}{', causal' if case.causal else ''}"
         kernel = f"{statistics.median(line.seconds[KERNEL]) * 1e3:.1f}"
         looks = [
-            with_halves(compared[name]) if name in compared else NONE for name in (HEAD, EVERYTHING, BACKWARD, SAMPLED)
+            with_halves(compared[name]) if name in compared else NONE
+            for name in (FLOOR, HEAD, EVERYTHING, BACKWARD, SAMPLED)
         ]
         memory = [mebibytes(None if line.memory is None else line.memory[name]) for name in (HEAD, BACKWARD)]
         cells.append((shape, kernel, *looks, *memory, f"{line.error:.0e}"))
@@ -136,7 +138,15 @@ def section(sizes: Sizes, rounds: int, *, quick: bool) -> str:
     """Measure, and return the section of the page."""
     found = lines(sizes, rounds, quick=quick)
     header = (
-        *("B x heads x T", "SDPA, ms", HEAD, EVERYTHING, BACKWARD, f"the same, `max_queries={sizes.max_queries}`"),
+        *(
+            "B x heads x T",
+            "SDPA, ms",
+            FLOOR,
+            HEAD,
+            EVERYTHING,
+            BACKWARD,
+            f"the same, `max_queries={sizes.max_queries}`",
+        ),
         *("MiB, headline", "MiB, with gradients", "relative error"),
     )
     parts = [
@@ -165,9 +175,9 @@ def reading(sizes: Sizes) -> str:
     return paragraph(
         f"""How to read it: *headline* is what the monitor logs of a forward pass by default, with the factors
         ({names}); *all statistics* are the {len(ALL - GRADIENTS)} of a forward pass; *with gradients* is one look that
-        serves both passes. The kernel computes a product, a softmax and a second product; the statistics need the first
-        two and some passes over the result, the gradients one more product. Memory is the peak of the process above
-        what it held before the look, with no memory of an earlier look at hand; one matrix of T x T takes 1 MiB per
+        serves both passes. The kernel computes a product, a softmax and a second product. *floor* is the first two
+        alone, on the same tiles: no exact look can be faster. The statistics need some passes over the result as well,
+        the gradients one more product. Memory is the peak of the process above what it held before the look, with no memory of an earlier look at hand; one matrix of T x T takes 1 MiB per
         head at T 512 and 4096 MiB at T 32768. Beyond T {sizes.short_length} time and memory are of the same runs, and
         *all statistics* are left out, which keeps the whole benchmark short. The error is the largest of any headline
         statistic or factor, gradients included, of any head (of the first head beyond T {sizes.exact_length}), against

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attn_monitor import crew
 from attn_monitor.catalog import ALL, FACTORS, GRADIENTS, HEADLINE
 from attn_monitor.records import AttentionCall
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
+from attn_monitor.tiles import Tile, TiledCall, undisturbed
 from attn_monitor.workspace import Workspaces
 from tests.benchmarks.sizes import SEED, Sizes
 
@@ -22,6 +24,7 @@ FORWARD_SET = frozenset(HEADLINE) - GRADIENTS | frozenset(FACTORS)
 FULL_SET = frozenset(HEADLINE) | frozenset(FACTORS)
 
 KERNEL = "SDPA"
+FLOOR = "floor"
 HEAD = "headline"
 EVERYTHING = "all statistics"
 BACKWARD = "headline with gradients"
@@ -82,8 +85,25 @@ def ways(case: Case, max_queries: int, spaces: Workspaces | None = None) -> dict
     look = partial(attention_sums, call, spaces=spaces)
     return {
         KERNEL: partial(F.scaled_dot_product_attention, query, key, value, is_causal=case.causal),
+        FLOOR: partial(floor, call, spaces or Workspaces()),
         HEAD: partial(look, FORWARD_SET),
         EVERYTHING: partial(look, ALL - GRADIENTS),
         BACKWARD: partial(look, FULL_SET, grad_output=grad_output),
         SAMPLED: partial(look, FULL_SET, max_queries, grad_output=grad_output),
     }
+
+
+def floor(call: AttentionCall, spaces: Workspaces) -> Tensor:
+    """Do what no exact look can do without, and nothing else: the product and one softmax of every tile."""
+    tiled = TiledCall.of(call)
+
+    def look(part: TiledCall, tile: Tile) -> None:
+        work = spaces.at(tiled.device, tiled.dtype)
+        logits = part.product(tile, work)
+        torch._softmax(logits, -1, False, out=work.second(logits))
+
+    with undisturbed(call.query):
+        jobs = (partial(look, part, tile) for _, _, part in tiled.parts() for tile in part.tiles())
+        crew.run(jobs, tiled.workers)
+    assert call.query is not None, "a call that is made of query and key"
+    return call.query
