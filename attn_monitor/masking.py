@@ -6,6 +6,7 @@ of full size or 1, and stays that small: nothing here expands a broadcast mask b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from attn_monitor.precision import known_finite
 from attn_monitor.records import AttentionCall
+from attn_monitor.workspace import Workspace
 
 BLOCKING_BIAS = -9000.0
 """A bias at or below this blocks: -1e4 (-9984 in bfloat16), -1e9, finfo.min, -inf and their sums."""
@@ -21,6 +23,8 @@ BARE_FILL = -9.9e8
 """A bare logit at or below this is a fill: -1e9, -inf and finfo.min of every dtype but float16."""
 FLOAT16_FILL = -65504.0
 """finfo.min of float16, which masked logits keep when they are upcast before the softmax."""
+_KEEP = 5
+"""The piece of a workspace that holds what is kept of a tile, for as long as the tile is looked at."""
 BURIED = 1e30
 """Low enough that exp gives 0, and finite, so that 0 times it is 0."""
 
@@ -107,29 +111,35 @@ def blocked_entries(
     columns: int,
     dtype: torch.dtype,
     triangles: Triangles,
+    work: Workspace,
 ) -> Blocked:
-    """Return what is blocked in a tile of some rows and the first columns."""
+    """Return what is blocked in a tile of some rows and the first columns; its memory is that of the workspace."""
     parts = [_blocked_by_mask(window(mask, rows, columns)) for mask in call.masks]
+    unfilled: Tensor | None = None
     if call.logits is not None:
-        fill = _blocked_fill(call, call.logits, rows, columns)
-        parts += [] if fill is None else [fill]
+        unfilled = _kept_by_fill(call, call.logits, rows, columns, dtype, work)
         device = call.logits.device
     else:
         assert call.query is not None, "a call has either logits or query and key"
         device = call.query.device
-    if call.is_causal and not parts and isinstance(positions, range):
+    nothing = not parts and unfilled is None
+    if call.is_causal and nothing and isinstance(positions, range):
         return triangles.blocked(positions[rows.start] + 1, rows.stop - rows.start, columns, dtype, device)
     start = 0
     if call.is_causal:
-        start = 0 if parts else min(positions[rows.start] + 1, columns)
+        start = min(positions[rows.start] + 1, columns) if nothing else 0
         last = _as_tensor(positions[rows], device)[:, None]
         parts.append((torch.arange(start, columns, device=device) > last)[None, None])
-    if not parts or start == columns:
+    if (not parts and unfilled is None) or start == columns:
         return Blocked(columns, None, columns)
-    blocked = parts[0]
-    for part in parts[1:]:
-        blocked = blocked | part
-    keep = (~blocked).to(dtype)
+    keep = unfilled
+    if parts:
+        blocked = parts[0]
+        for part in parts[1:]:
+            blocked = blocked | part
+        unmasked = (~blocked).to(dtype)
+        keep = unmasked if unfilled is None else unfilled.mul_(unmasked)
+    assert keep is not None, "nothing blocked is answered above"
     return Blocked(start, keep, start + keep.expand(*keep.shape[:3], columns - start).sum(-1))
 
 
@@ -142,24 +152,43 @@ def _blocked_by_mask(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= BLOCKING_BIAS
 
 
-def _blocked_fill(call: AttentionCall, logits: Tensor, rows: slice, columns: int) -> Tensor | None:
-    """Return what is filled as blocked entries are, `None` if nothing is known to be."""
+def _kept_by_fill(
+    call: AttentionCall, logits: Tensor, rows: slice, columns: int, dtype: torch.dtype, work: Workspace
+) -> Tensor | None:
+    """Return 0 for what is filled as blocked entries are and 1 for the rest, `None` if nothing is known to be."""
     seen = window(logits, rows, columns)
+    least = math.nan
     if seen.device.type == "cpu" and seen.numel():
         (least,) = seen.amin().reshape(1).tolist()
         if least > FLOAT16_FILL:
             return None
-    fill = seen <= BARE_FILL
-    if seen.dtype != torch.bfloat16:  # which has no such number
-        fill |= seen == FLOAT16_FILL
+    keep = work.take(_KEEP, seen.shape)
+    if math.isnan(least) or seen.dtype == torch.float64 or _holds_float16_fill(seen, keep):
+        fill = seen <= BARE_FILL
+        if seen.dtype != torch.bfloat16:  # which has no such number
+            fill |= seen == FLOAT16_FILL
+        keep.copy_(~fill)
+    else:  # plain arithmetic: next above the fill, the spacing of float32 is 64
+        keep.copy_(seen).sub_(BARE_FILL).clamp_(0, 1)
     if call.query is not None and call.key is not None:
         # An infinite query makes products of -inf, which are no mask.
         query, key = call.query[:, :, rows], call.key[:, :, :columns]
         if not known_finite(query.sum(-1, dtype=torch.float32)):
-            fill &= query.isfinite().all(-1)[..., None]
+            torch.maximum(keep, (~query.isfinite().all(-1)).to(dtype)[..., None], out=keep)
         if not known_finite(key.sum(-1, dtype=torch.float32)):
-            fill &= key.isfinite().all(-1).repeat_interleave(query.shape[1] // key.shape[1], dim=1)[:, :, None]
-    return fill
+            broken = (~key.isfinite().all(-1)).to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            torch.maximum(keep, broken[:, :, None], out=keep)
+    return keep
+
+
+def _holds_float16_fill(seen: Tensor, scratch: Tensor) -> bool:
+    """Tell whether some logit is the fill of float16, as far as that is known without waiting for a device."""
+    if seen.dtype == torch.bfloat16:
+        return False
+    if seen.device.type != "cpu" or seen.dtype == torch.float16:
+        return True
+    (nearest,) = scratch.copy_(seen).sub_(FLOAT16_FILL).abs_().amin().reshape(1).tolist()
+    return bool(nearest == 0)
 
 
 def _as_tensor(positions: Sequence[int], device: torch.device) -> Tensor:

@@ -142,7 +142,7 @@ def fill_rows(
         work = spaces.at(tiled.device, tiled.dtype)
         grad = None if grad_output is None else grad_output[items, heads, tile.rows]
         first_b = None if first is None else first[items]
-        blocked = part.blocked(tile)
+        blocked = part.blocked(tile, work)
         _look(part, tile, blocked, wanted, work, rows.window(items, heads, tile.rows), first_b, grad)
         for note in notes:
             note(items, heads, tile, blocked)

@@ -117,7 +117,7 @@ def _rows(
         whole = tiled.whole or tiled
         for items, heads, part in whole.parts():
             for tile in part.tiles():
-                gathered.note(items, heads, tile, part.blocked(tile))
+                gathered.note(items, heads, tile, part.blocked(tile, spaces.at(tiled.device, tiled.dtype)))
         visible = gathered.keys()
     elif gathered is not None:
         notes.append(gathered.note)

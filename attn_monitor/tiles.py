@@ -224,9 +224,9 @@ class TiledCall:
             if columns:
                 yield Tile(rows, columns)
 
-    def blocked(self, tile: Tile) -> Blocked:
-        """Return what is blocked in a tile."""
-        return blocked_entries(self.call, self.positions, tile.rows, tile.columns, self.dtype, self.triangles)
+    def blocked(self, tile: Tile, work: Workspace) -> Blocked:
+        """Return what is blocked in a tile, until the workspace is used for the next."""
+        return blocked_entries(self.call, self.positions, tile.rows, tile.columns, self.dtype, self.triangles, work)
 
     def product(self, tile: Tile, work: Workspace) -> Tensor:
         """Return scale * q.k of a part, [b, H, t, k], in the first tile of the workspace."""
