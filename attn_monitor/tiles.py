@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,9 +45,9 @@ def undisturbed(tensor: Tensor | None) -> Iterator[None]:
     """Compute on the tensor's device in full precision, unseen by autograd, autocast and others' function modes."""
     with unseen():
         device = "cpu" if tensor is None else tensor.device.type
-        if not torch.amp.is_autocast_available(device):
-            device = "cpu"
-        with full_matmul_precision(), torch.no_grad(), torch.autocast(device, enabled=False):
+        casting = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocast = torch.autocast(device, enabled=False) if casting else nullcontext()
+        with full_matmul_precision(), torch.no_grad(), autocast:
             yield
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise, permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_monitor import AttentionMonitor
+from attn_monitor import AttentionMonitor, unseen
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import growth, looks, memory, page, steps, turns, writing
+from tests.benchmarks import first, growth, looks, memory, page, steps, turns, writing
 from tests.benchmarks.exact import exact_statistics
 from tests.benchmarks.model import GPT, GPT2, Decoder
 from tests.benchmarks.sizes import FULL, QUICK, ModelSize
@@ -74,10 +77,36 @@ def test_statistics_alone_have_a_row_for_every_case(capsys: pytest.CaptureFixtur
     assert len(rows) == len(looks.cases(QUICK)) == 2 * (1 + len(QUICK.lengths))
     for shape, cells in rows.items():
         long = f" {QUICK.lengths[-1]}" in shape
-        assert cells[2] == page.NONE if long else is_ratio(cells[2])
-        assert all(is_ratio(cell) for cell in (*cells[:2], *cells[3:5]))
-        assert all(is_memory(cell) for cell in cells[5:7])
-        assert float(cells[7]) < 1e-5
+        assert cells[3] == page.NONE if long else is_ratio(cells[3])
+        assert all(is_ratio(cell) for cell in (*cells[:3], *cells[4:6]))
+        assert all(is_memory(cell) for cell in cells[6:8])
+        assert float(cells[8]) < 1e-5
+
+
+def test_the_floor_is_the_work_that_every_look_shares() -> None:
+    case = looks.Case(1, 2, 24, 8, causal=True)
+    operations: list[str] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with pytest.MonkeyPatch.context() as patched, Recorded():  # type: ignore[no-untyped-call] # torch has no hints for it
+        patched.setattr(unseen, "without_dispatch_modes", nullcontext)
+        looks.ways(case, 5)[looks.FLOOR]()
+    assert [name for name in operations if "bmm" in name or "softmax" in name] == [
+        "aten::bmm.out",
+        "aten::_softmax.out",
+    ]
+
+
+def test_the_first_step_has_a_row_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured_quickly("first", capsys)
+    assert len(rows) == len(first.KERNELS) * len(QUICK.first_steps)
+    for cells in rows.values():
+        assert int(cells[0]) > 10 * QUICK.deep_model.layers
+        assert all(is_ratio(cell) for cell in cells[1:])
 
 
 def test_growth_has_a_row_for_every_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Measure what the monitor costs, print the page, and write it to docs/benchmarks.md.
 
-    python -m tests.benchmarks [--rounds N] [--only steps|alone|growth|writing] [--quick]
+    python -m tests.benchmarks [--rounds N] [--only steps|first|alone|growth|writing] [--quick]
 
 A part of the page or a quick look is printed only.
 """
@@ -10,12 +10,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from tests.benchmarks import alone, growth, steps, writing
+from tests.benchmarks import alone, first, growth, steps, writing
 from tests.benchmarks.page import PAGE, page
 from tests.benchmarks.sizes import FULL, QUICK
 from tests.benchmarks.turns import progress
 
-SECTIONS = {"steps": steps.section, "alone": alone.section, "growth": growth.section, "writing": writing.section}
+SECTIONS = {
+    "steps": steps.section,
+    "first": first.section,
+    "alone": alone.section,
+    "growth": growth.section,
+    "writing": writing.section,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

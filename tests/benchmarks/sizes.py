@@ -42,6 +42,8 @@ class Sizes:
         growing_heads: Numbers of heads, at the first of `lengths`.
         growing_lengths: Values of T, with 4 heads.
         growing_layers: Numbers of layers.
+        deep_model: Whose first observed step is measured, but for its width, its tokens and its batch.
+        first_steps: Those: width, tokens and batch.
     """
 
     rounds: int
@@ -55,6 +57,8 @@ class Sizes:
     growing_heads: tuple[int, ...]
     growing_lengths: tuple[int, ...]
     growing_layers: tuple[int, ...]
+    deep_model: ModelSize
+    first_steps: tuple[tuple[int, int, int], ...]
 
 
 FULL = Sizes(
@@ -69,6 +73,8 @@ FULL = Sizes(
     growing_heads=(2, 4, 8, 16),
     growing_lengths=(256, 512, 1024, 2048, 4096),
     growing_layers=(1, 2, 4, 8),
+    deep_model=ModelSize(layers=12, width=0, heads=4, context=0, batch=0, vocabulary=256),
+    first_steps=((64, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4)),
 )
 QUICK = Sizes(
     rounds=2,
@@ -82,4 +88,6 @@ QUICK = Sizes(
     growing_heads=(2, 4, 8, 16),
     growing_lengths=(4, 8, 16, 32, 64),
     growing_layers=(1, 2, 3, 4),
+    deep_model=ModelSize(layers=2, width=0, heads=2, context=0, batch=0, vocabulary=20),
+    first_steps=((8, 5, 2), (16, 7, 3)),
 )
