@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.plugins import base_plugin
 from torch.utils.tensorboard import SummaryWriter
 
-from attn_monitor import AttentionMonitor
+from attn_monitor import AttentionMonitor, tags
 from attn_monitor.saturation import AttentionWarning
 from attn_monitor.tensorboard_plugin.loader import NAME, Loader
 from attn_monitor.tensorboard_plugin.plugin import FILES, STATIC
@@ -352,6 +352,10 @@ def test_the_wheel_holds_the_files_of_the_page(tmp_path: Path) -> None:
         entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert {f"attn_monitor/tensorboard_plugin/static/{path.name}" for path in STATIC.iterdir()} <= names
     assert "[tensorboard_plugins]\nattn_monitor = attn_monitor.tensorboard_plugin.loader:Loader" in entries
+
+
+def test_the_loader_looks_for_the_name_that_is_written() -> None:
+    assert NAME == tags.PLUGIN  # two constants, since the entry point must not depend on anything else of ours
 
 
 def test_the_entry_point_imports_nothing_heavy() -> None:

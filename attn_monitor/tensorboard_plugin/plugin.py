@@ -14,7 +14,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug.wrappers import Request, Response
 
 from attn_monitor import views
-from attn_monitor.tensorboard_plugin.loader import NAME
+from attn_monitor.tags import PLUGIN as NAME
 from attn_monitor.tensorboard_plugin.store import Store
 
 STATIC = Path(__file__).parent / "static"

@@ -14,7 +14,7 @@ from tensorboard.data import provider
 
 from attn_monitor import views
 from attn_monitor.scales import RATIO
-from attn_monitor.tensorboard_plugin.loader import NAME
+from attn_monitor.tags import PLUGIN as NAME
 
 _ALL = 2**31 - 1
 """As many points as there are: the provider wants a number."""
