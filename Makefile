@@ -7,7 +7,7 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a collapsing and a healthy model side by side (about 3 minutes)"
+	@echo "make demo    train a collapsing and a healthy model side by side (about 3 minutes, and at first the installation)"
 	@echo "make test    everything CI runs: lint, types, unit tests, slow tests"
 	@echo "make lint    ruff format --check, ruff check, mypy --strict"
 	@echo "make format  let ruff rewrite the code"

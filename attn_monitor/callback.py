@@ -11,7 +11,14 @@ from attn_monitor.capture.naming import Selection
 from attn_monitor.capture.selection import checked_selection
 from attn_monitor.catalog import FACTORS, GRADIENTS, HEADLINE, resolve_statistics
 from attn_monitor.evaluation import PREFIXES, EvaluationHooks
-from attn_monitor.lightning_compat import accumulating, log_interval, logged_step, loss_factor, stopping_waits
+from attn_monitor.lightning_compat import (
+    accumulating,
+    callbacks_of,
+    log_interval,
+    logged_step,
+    loss_factor,
+    stopping_waits,
+)
 from attn_monitor.notices import Notices, event_lines
 from attn_monitor.observer import Observer
 from attn_monitor.probe import AttentionProbe
@@ -293,7 +300,7 @@ class AttentionMonitor(EvaluationHooks):
             probe.check_modules()
             self._observers[stage] = Observer(probe, _METHODS[stage], self._notices.add)
             chosen = self.statistics if training else self.statistics - GRADIENTS
-            prefix = PREFIXES.get(stage, "")
+            prefix = self._own_prefix(trainer) + PREFIXES.get(stage, "")
             layout = self.custom_scalars and stage == self.stages[0]  # one a run
             self._publishers[stage] = Publisher(
                 chosen,
@@ -335,6 +342,18 @@ class AttentionMonitor(EvaluationHooks):
         self._notices.say(trainer.is_global_zero)
 
     # -- details ----------------------------------------------------------------------------------------------------
+
+    def _own_prefix(self, trainer: Trainer) -> str:
+        """Return what keeps this monitor's tags apart from those of the ones before it; the first has plain ones."""
+        monitors = [callback for callback in callbacks_of(trainer) if isinstance(callback, AttentionMonitor)]
+        number = monitors.index(self) + 1 if self in monitors else 1
+        if number == 1:
+            return ""
+        self._notices.add(
+            f"the trainer has {len(monitors)} AttentionMonitors; the tags of this one start with monitor{number}_, and "
+            "the Attention tab and the report show the first one only. One monitor may have several `modules`"
+        )
+        return f"monitor{number}_"
 
     def _due(self, trainer: Trainer) -> bool:
         step = logged_step(trainer)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import torch
 
@@ -50,14 +51,26 @@ def run(jobs: Iterator[Job], count: int) -> None:
         return
     queue = _Queue(jobs)
     inference = torch.is_inference_mode_enabled()
-    futures = [_crews.of(count).submit(_work, queue, inference) for _ in range(count)]
+    futures: list[Future[None]] = []
     try:
+        if not _hire(futures, partial(_work, queue, inference), count):
+            _work(queue, inference)
         wait(futures)
     finally:  # where the user interrupts it, no thread may go on with memory that is given back
         queue.close()
         wait(futures)
     for future in futures:
         future.result()
+
+
+def _hire(futures: list[Future[None]], work: Job, count: int) -> bool:
+    """Let threads begin to work, and tell whether all of them could; the caller has to know those that did."""
+    try:
+        for _ in range(count):
+            futures.append(_crews.of(count).submit(work))  # noqa: PERF401 # an interrupt must not lose one
+    except RuntimeError:  # the interpreter shuts down, or the system has no more threads
+        return False
+    return True
 
 
 class _Queue:
@@ -99,43 +112,40 @@ class _Crews:
         self._known: dict[int, ThreadPoolExecutor] = {}
 
     def of(self, count: int) -> ThreadPoolExecutor:
-        """Return so many threads."""
+        """Return so many threads, which start when they are needed."""
         with self._lock:
             if count not in self._known:
-                self._known[count] = _hired(count)
+                self._known[count] = ThreadPoolExecutor(count, "attn_monitor", initializer=_settle)
             return self._known[count]
 
 
 _crews = _Crews()
+_settling = threading.Lock()
 
 
-def _hired(count: int) -> ThreadPoolExecutor:
-    """Return threads that compute with one core each.
+def _settle() -> None:
+    """Let this new thread compute with one core.
 
-    torch keeps that number per thread, and a copy of the last one set for threads to come, which is put back from a
-    thread of its own: the caller's is never touched.
+    torch keeps that number per thread, and a copy of the last one set for threads to come. A new thread takes the copy
+    at its first question or operation, whatever was set before; so ask first. Then the copy is put back from a thread
+    of its own, or this one would have it too.
     """
-    before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, thread_name_prefix="attn_monitor")
-    all_there = threading.Barrier(count)
-
-    def settle() -> None:
-        torch.get_num_threads()  # which a thread would else take from that copy at its first operation
+    with _settling:  # or the next one would take the copy while it is changed
+        before = torch.get_num_threads()
         torch.set_num_threads(1)
-        all_there.wait()  # so that no thread settles twice and another never
-
-    futures: list[Future[None]] = [pool.submit(settle) for _ in range(count)]
-    wait(futures)
-    restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
-    restoring.start()
-    restoring.join()
-    return pool
+        restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
+        try:
+            restoring.start()
+        except RuntimeError:  # no thread to be had: rather all cores for this one than one core for all to come
+            torch.set_num_threads(before)
+            return
+        restoring.join()
 
 
 def _forget() -> None:
     """Start anew in a forked process, which has none of its parent's threads."""
-    global _crews  # noqa: PLW0603 # the process has only these
-    _crews = _Crews()
+    global _crews, _settling  # the process has only these
+    _crews, _settling = _Crews(), threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

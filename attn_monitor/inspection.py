@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from attn_monitor.capture.naming import canonical_names
+from attn_monitor.diagnosis import SAFE_SCALE
 from attn_monitor.probe import AttentionProbe
 
 _CHEAP = ("logit_max",)
@@ -141,13 +142,25 @@ _COLUMNS: Sequence[tuple[str, Callable[[InspectedAttention], str]]] = (
 )
 
 
+_EXPLANATION = (
+    "path: how it is computed, `softmax` in plain torch, `observed` if shown by you, else the fused kernel; "
+    "scale*sqrt(d): 1 for the scale 1/sqrt(d_k); keys: the most of any call"
+)
+_LISTED = 3
+_NEAR = 0.02
+"""How near a scale is to a power of d_k that stands for a known slip, as a share."""
+
+
 def inspection_table(found: Sequence[InspectedAttention]) -> str:
     """Return what `inspect_attention` found as lines of text.
 
     Example:
-        >>> print(inspection_table([InspectedAttention("attn", "Attention", "sdpa", 2, 8, (1.0, 1.0), 5, 1)]))
+        >>> found = InspectedAttention("attn", "Attention", "sdpa", 2, 8, (1.0, 1.0), 5, 1)
+        >>> print(inspection_table([found]))  # doctest: +ELLIPSIS
         name  class      path  heads  head_dim  scale*sqrt(d)  keys
         attn  Attention  sdpa  2      8         1              5
+        <BLANKLINE>
+        path: how it is computed, ...
     """
     measured = [one for one in found if not one.skipped]
     lines: list[str] = []
@@ -157,12 +170,39 @@ def inspection_table(found: Sequence[InspectedAttention]) -> str:
         lines += [
             "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
+        lines += ["", _EXPLANATION]
+    lines += _scale_remarks(measured)
     lines += [f"{one.name}: {one.note}" for one in measured if one.note]
     skipped = [one for one in found if one.skipped]
     if skipped:
         lines += ["", "not measured:"] if lines else ["not measured:"]
         lines += [f"  {one.name}{f' ({one.kind})' if one.kind else ''}: {one.skipped}" for one in skipped]
     return "\n".join(lines)
+
+
+def _scale_remarks(measured: Sequence[InspectedAttention]) -> list[str]:
+    """Return a line for each unusual scale, with the layers that have it: remarks, as it may be meant."""
+    layers: dict[str, list[str]] = {}
+    for one in measured:
+        if one.scale_ratio is not None and (remark := _scale_remark(one.scale_ratio, one.head_dim)):
+            layers.setdefault(remark, []).append(one.name)
+    return [
+        f"{', '.join(names[:_LISTED])}{f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''}: {remark}"
+        for remark, names in layers.items()
+    ]
+
+
+def _scale_remark(ratio: tuple[float, float], head_dim: int | None) -> str:
+    low, high = sorted(abs(value) for value in ratio)
+    if not (low < SAFE_SCALE[0] or high > SAFE_SCALE[1]):
+        return ""
+    root = None if head_dim is None or head_dim < 2 else head_dim**0.5
+    guess = ""
+    if root is not None and abs(low / root - 1) < _NEAR and abs(high / root - 1) < _NEAR:
+        guess = "the scale may be missing, "
+    elif root is not None and abs(low * root - 1) < _NEAR and abs(high * root - 1) < _NEAR:
+        guess = "the scale may be applied twice, "
+    return f"the scale is {_ratio(ratio)} x 1/sqrt(d_k): {guess}fine if the design wants it so"
 
 
 def _ratio(ratio: tuple[float, float] | None) -> str:

@@ -88,3 +88,9 @@ def stopping_waits(trainer: Trainer) -> str:
         return ""
     limits: dict[str, Any] = {"min_epochs": trainer.fit_loop.min_epochs, "min_steps": trainer.fit_loop.min_steps}
     return " and ".join(f"{name}={value}" for name, value in limits.items() if value)
+
+
+def callbacks_of(trainer: Trainer) -> list[Any]:
+    """Return the callbacks of a trainer, which its class does not declare."""
+    callbacks: list[Any] = vars(trainer)["callbacks"]
+    return callbacks

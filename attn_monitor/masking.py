@@ -19,6 +19,9 @@ from attn_monitor.workspace import Workspace
 
 BLOCKING_BIAS = -9000.0
 """A bias at or below this blocks: -1e4 (-9984 in bfloat16), -1e9, finfo.min, -inf and their sums."""
+FILL = -50.0
+"""What fills scores, or stands beside nothing but zeros in a mask, blocks at or below this: exp(-50) is 2e-22, and no
+bias consists of zeros and such numbers. Shifted windows add -100."""
 BARE_FILL = -9.9e8
 """A bare logit at or below this is a fill: -1e9, -inf and finfo.min of every dtype but float16."""
 FLOAT16_FILL = -65504.0
@@ -32,6 +35,23 @@ BURIED = 1e30
 def four_axes(mask: Tensor) -> Tensor:
     """View a mask that broadcasts to [B, H, Q, K] with all four axes."""
     return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+
+
+def hardened(mask: Tensor) -> Tensor:
+    """Return a float mask of nothing but zeros and low fills as a bool mask, any other mask as it is.
+
+    Without waiting for a device: where that would be needed, the fills become -inf.
+    """
+    if not mask.is_floating_point() or not mask.numel():
+        return mask
+    if mask.device.type != "cpu":
+        filled = mask <= FILL
+        return torch.where((filled | (mask == 0)).all() & filled, -math.inf, mask)
+    (least,) = mask.amin().reshape(1).tolist()
+    if not BLOCKING_BIAS < least <= FILL:
+        return mask
+    (only,) = ((mask == 0) | (mask <= FILL)).all().reshape(1).tolist()
+    return mask > FILL if only else mask
 
 
 def window(tensor: Tensor, rows: slice, columns: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_monitor.crew import workers
-from attn_monitor.masking import Blocked, Triangles, blocked_entries, four_axes, window
+from attn_monitor.masking import Blocked, Triangles, blocked_entries, four_axes, hardened, window
 from attn_monitor.precision import full_matmul_precision
 from attn_monitor.records import AttentionCall, CallShape
 from attn_monitor.sums import state_dtype
@@ -131,7 +131,7 @@ class TiledCall:
         """Prepare all rows of a call."""
         given = [tensor for tensor in (call.query, call.key, call.logits) if tensor is not None]
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in given) else torch.float32
-        call = replace(call, masks=tuple(four_axes(mask) for mask in call.masks))
+        call = replace(call, masks=tuple(hardened(four_axes(mask)) for mask in call.masks))
         return cls(call, range(call.shape.queries), dtype, call.shape.queries, shrink)
 
     @property

@@ -312,14 +312,19 @@ def _text(entry: object) -> str:
     return entry.decode("utf-8", errors="replace") if isinstance(entry, bytes) else str(entry)
 
 
-def _whole(entry: float) -> int | None:
-    return int(entry) if math.isfinite(entry) else None
+def _whole(entry: object) -> int | None:
+    try:
+        number = float(entry)  # type: ignore[arg-type] # that is what is tried
+    except (TypeError, ValueError):
+        return None
+    return int(number) if math.isfinite(number) else None
 
 
 def _record(text: str) -> dict[str, object] | None:
     """Return an event that was written as JSON, `None` for anything else: a broken record hides no other."""
     try:
         record = json.loads(text, parse_constant=lambda _: None)  # a browser knows no NaN
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    known = isinstance(record, dict) and isinstance(record.get("layer"), str) and isinstance(record.get("head"), int)
+    return record if known else None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from attn_monitor import AttentionMonitor, SaturationRule
+from attn_monitor import AttentionMonitor, SaturationEvent, SaturationRule
 
 VOCABULARY = 128  # ASCII
 LAYERS, WIDTH, HEADS, CONTEXT = 4, 128, 4, 128
@@ -165,9 +165,20 @@ class Outcome:
         rule = SaturationRule()
         return max(float(rule.ratio(layer).max()) for _, layers in self.monitor.history for layer in layers.values())
 
+    def first_event(self) -> SaturationEvent | None:
+        """Return the first event; of several at one step, that of the head that was worst then."""
+        if not self.monitor.events:
+            return None
+        step = min(event.step for event in self.monitor.events)
+        layers, rule = dict(self.monitor.history)[step], SaturationRule()
+        return max(
+            (event for event in self.monitor.events if event.step == step),
+            key=lambda event: float(rule.ratio(layers[event.layer])[event.head].nan_to_num(torch.inf)),
+        )
+
     def rows(self) -> dict[str, str]:
         """Return the column of the table that describes this run."""
-        first = self.monitor.events[0] if self.monitor.events else None
+        first = self.first_event()
         return {
             "recipe": str(self.recipe),
             "loss, last 20 steps": f"{self.loss:.3f}",
@@ -200,15 +211,20 @@ def train(recipe: Recipe, text: Tensor, steps: int, seed: int, logdir: Path) -> 
 
 
 def show(outcomes: list[Outcome], logdir: Path) -> None:
-    """Print the runs side by side, and how to see them in TensorBoard."""
+    """Print the runs side by side, and how to see more of them."""
     table = Table("", *(outcome.recipe.name for outcome in outcomes))
     columns = [outcome.rows() for outcome in outcomes]
     for label in columns[0]:
         table.add_row(label, *(column[label] for column in columns))
     console = Console()
     console.print("\nWorst head of the last observed step; the largest ratio is that of the whole run.", table)
-    tensorboard = Path(sys.executable).with_name("tensorboard")
-    console.print(f"TensorBoard logs: {logdir}\nOpen them with:   {tensorboard} --logdir {logdir}", soft_wrap=True)
+    programs = Path(sys.executable).parent
+    console.print(
+        f"Logs:           {logdir}\n"
+        f"In TensorBoard: {programs / 'tensorboard'} --logdir {logdir}\n"
+        f"In one page:    {programs / 'attn-monitor'} report {logdir}",
+        soft_wrap=True,
+    )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

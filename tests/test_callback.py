@@ -14,6 +14,8 @@ from torch import Tensor
 from attn_monitor import AttentionMonitor
 from attn_monitor.catalog import HEADLINE, STATISTICS
 from attn_monitor.records import AttentionStatistics
+from attn_monitor.reports.runs import find_runs, read_runs
+from attn_monitor.saturation import AttentionWarning
 from tests.models import LIGHTNING_ADVICE, Lit, batches, by_hand, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE
@@ -280,12 +282,33 @@ def test_three_fits_in_a_row_each_start_afresh() -> None:
         assert [(step, record[LAYER].calls) for step, record in monitor.history] == [(i, 1) for i in range(4)]
 
 
+@pytest.mark.filterwarnings("ignore:.*the trainer has 2 AttentionMonitors")
 def test_two_monitors_on_one_model_are_independent() -> None:
     model = Lit("hand", "sdpa")
     first, second = AttentionMonitor(modules="net.blocks.0"), AttentionMonitor(modules="net.blocks.1", every_n_steps=2)
     quiet(callbacks=[first, second]).fit(model, loader(4))
     assert [(step, [*record]) for step, record in first.history] == [(i, ["net.blocks.0"]) for i in range(4)]
     assert [(step, [*record]) for step, record in second.history] == [(i, ["net.blocks.1"]) for i in (0, 1, 3)]
+
+
+def test_two_monitors_write_under_names_of_their_own(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    one = AttentionMonitor(modules="net.blocks.0")
+    two = AttentionMonitor(modules="net.blocks.1", statistics=["entropy"])
+    trainer = quiet(callbacks=[one, two], logger=logger)
+    with pytest.warns(AttentionWarning, match="the tags of this one start with monitor2_"):
+        trainer.fit(Lit("hand", "sdpa"), loader(2))
+    assert {"attn_monitor/saturated_heads", "monitor2_attn_monitor/saturated_heads"} <= trainer.callback_metrics.keys()
+    events = read_events(logger.log_dir)
+    for prefix, monitor, name in (("", one, "net.blocks.0"), ("monitor2_", two, "net.blocks.1")):
+        [layers] = events.Tensors(f"{prefix}attn_monitor/layers")
+        assert [text.decode() for text in layers.tensor_proto.string_val] == [name]
+        table = tensor_util.make_ndarray(events.Tensors(f"{prefix}attn_monitor/q_rms")[-1].tensor_proto)
+        wanted = monitor.history[-1][1][name].q_rms
+        assert wanted is not None
+        assert table.tolist() == [wanted.float().tolist()]
+    [run] = read_runs(find_runs(tmp_path)).runs
+    assert list(run.layers) == ["net.blocks.0"]
 
 
 class Skipping(Lit):

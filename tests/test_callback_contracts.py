@@ -324,6 +324,7 @@ def test_a_compiled_lightning_module_is_observed() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:.*the trainer has 2 AttentionMonitors")
 def test_two_monitors_leave_nothing_behind() -> None:
     monitors = [AttentionMonitor(modules="net.blocks.0"), AttentionMonitor(modules="net.blocks.1")]
     alone, watched = Lit("hand", "sdpa"), Lit("hand", "sdpa")

@@ -297,6 +297,7 @@ def test_monitors_of_different_settings_have_different_and_stable_keys() -> None
     assert not any(" at 0x" in key for key in keys)
 
 
+@pytest.mark.filterwarnings("ignore:.*the trainer has 2 AttentionMonitors")
 def test_two_monitors_are_saved_and_resumed_side_by_side(tmp_path: Path) -> None:
     def monitors() -> list[AttentionMonitor]:
         return [AttentionMonitor(modules="net.blocks.0"), AttentionMonitor(modules="net.blocks.1")]

@@ -111,7 +111,7 @@ def test_a_temperature_per_head_is_the_scale_wherever_it_stands(attend: Callable
     assert_matches(stats, wanted, names=["k_rms", "q_rms", "qk_std", "alignment", "logit_std"])
 
 
-def test_what_masks_added_before_a_scale_no_longer_blocks_with_what_comes_after() -> None:
+def test_what_masks_before_a_scale_masks_after_it() -> None:
     half = ~ALLOWED * -5000.0
 
     def scaled_between(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,4 +119,4 @@ def test_what_masks_added_before_a_scale_no_longer_blocks_with_what_comes_after(
 
     stats, _ = watched(Attention(scaled_between), torch.randn(B, T, E))
     assert stats.logit_min is not None
-    assert -6000 < float(stats.logit_min.max()) < -5000
+    assert -10 < float(stats.logit_min.min()) < 0  # and not -5500, which is no logit of anything

@@ -120,6 +120,69 @@ print(*sorted(set(seen)), torch.get_num_threads())
     assert found == ["1", "30", "3"]  # inside, in a thread that is made later, in the user's own
 
 
+def test_the_copy_for_new_threads_is_that_of_the_process_not_of_the_caller() -> None:
+    code = """
+import threading, torch
+from attn_monitor import crew
+torch.set_num_threads(2)
+seen = []
+changed = threading.Event()
+def caller():
+    torch.get_num_threads()
+    changed.wait()
+    crew.run(iter([lambda: None] * 9), 2)
+thread = threading.Thread(target=caller)
+thread.start()
+torch.set_num_threads(4)
+changed.set()
+thread.join()
+later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+later.start(); later.join()
+print(torch.get_num_threads(), *seen)
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["4", "4"]
+
+
+def test_a_thread_that_outlives_the_main_one_computes_by_itself() -> None:
+    code = """
+import threading, time
+from attn_monitor import crew
+done = []
+def late():
+    threading.main_thread().join()
+    time.sleep(0.2)
+    crew.run(iter([lambda: done.append(threading.current_thread().name)] * 7), 2)
+    print(len(done), *sorted(set(done)), flush=True)
+threading.Thread(target=late, name="late").start()
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == ["7", "late"]
+
+
+def test_a_system_without_threads_to_spare_hangs_nothing() -> None:
+    code = """
+import threading, torch
+from attn_monitor import crew
+torch.set_num_threads(3)
+start, started = threading.Thread.start, []
+def refused(thread):
+    started.append(thread)
+    if len(started) > 1:
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = refused
+done = []
+crew.run(iter([lambda: done.append(1)] * 7), 2)
+threading.Thread.start = start
+later = threading.Thread(target=lambda: done.append(torch.get_num_threads() * 10))
+later.start(); later.join()
+print(*done)
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == ["1"] * 7 + ["30"]
+
+
 def test_jobs_are_made_when_a_thread_is_free_and_all_of_them_run() -> None:
     done: list[int] = []
     made: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from attn_monitor.catalog import ALL, STATISTICS
 from attn_monitor.dashboards.colors import FRAME, INK, PALETTE, PAPER, UNKNOWN, color_indices, positions
@@ -215,6 +215,18 @@ def test_the_legend_shows_the_ends_of_the_scale_and_the_limit() -> None:
     bar = PALETTE[legend("entropy_normalized", LIMIT)[10, 30:-12]]
     assert (bar[0].tolist(), bar[-1].tolist()) == ([68, 1, 84], [253, 231, 37])
     assert (legend("entropy_normalized", LIMIT)[20:] == INK).sum() > 20  # numbers below the bar
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (3, 4), (80, 64), (7, 500)])
+def test_both_axes_are_labelled_in_words(layers: int, heads: int) -> None:
+    picture = draw(RATIO, snapshot([[0.1] * heads] * layers), LIMIT)
+    margin = (picture.indices[: picture.top] == INK).astype(np.uint8)
+    for word in ("layer", "head"):
+        sheet = Image.new("1", (60, 20), 0)
+        ImageDraw.Draw(sheet).text((4, 4), word, fill=1, font=ImageFont.load_default(size=10))
+        drawn = np.asarray(sheet.crop(sheet.getbbox())).astype(np.uint8)
+        windows = np.lib.stride_tricks.sliding_window_view(margin, drawn.shape)
+        assert (windows == drawn).all(axis=(2, 3)).sum() == 1, word
 
 
 def test_a_record_without_layers_gives_an_empty_picture() -> None:

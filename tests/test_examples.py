@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from attn_monitor import AttentionMonitor, AttentionStatistics, SaturationEvent
 from examples import char_gpt
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +95,47 @@ def test_own_run_takes_its_recipe_from_the_command_line(tmp_path: Path) -> None:
     run = run_example("--lr", "1e-3", "--scale", "0.5", "--qk-norm", "--steps", "2", logdir=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "lr 0.001, scale 0.5, QK-norm" in " ".join(run.stdout.split())
+    commands = [line.split(":", 1)[1].strip() for line in run.stdout.splitlines()[-2:]]
+    programs = Path(sys.executable).parent
+    assert commands == [f"{programs}/tensorboard --logdir {tmp_path}", f"{programs}/attn-monitor report {tmp_path}"]
+
+
+def test_the_first_event_of_the_table_is_the_worst_head_of_its_step() -> None:
+    """Whatever became of the heads later: an event that turned critical has the numbers of that step."""
+    monitor = AttentionMonitor()
+    for head, (step, ratio) in enumerate([(9, 4.0), (9, 0.7), (9, 3.0), (19, 5.0)]):
+        monitor.events.append(
+            SaturationEvent(
+                step=step,
+                layer="attn",
+                head=head,
+                statistic="logit_row_std",
+                value=4 * ratio,
+                head_dim=16,
+                ratio=ratio,
+                threshold=0.5,
+                severity="critical" if ratio > 1 else "warning",
+            )
+        )
+    ones = torch.ones(4)
+    for step, spread in ((9, [2.4, 2.8, 2.1, 1.0]), (19, [16.0, 2.8, 12.0, 20.0])):
+        stats = AttentionStatistics(
+            logit_row_std=torch.tensor(spread),
+            entropy_normalized=ones,
+            jacobian_trace=ones,
+            grad_logits_norm=ones,
+            scale=ones,
+            scale_ratio=ones,
+            rows=ones,
+            masked_rows=ones,
+            nonfinite=ones,
+            head_dim=16,
+            keys=5,
+            calls=1,
+        )
+        monitor.history.append((step, {"attn": stats}))
+    outcome = char_gpt.Outcome(char_gpt.COLLAPSING, monitor, 1.0)
+    assert outcome.rows()["first event"] == "step 9, attn head 1"
 
 
 def test_batches_follow_the_text_by_one_character() -> None:

@@ -94,6 +94,46 @@ def test_a_table_says_it_all() -> None:
     assert lines[-1].startswith("  linear (LinearAttention): no softmax of queries times keys was seen")
 
 
+def test_the_columns_are_explained_below_the_table() -> None:
+    lines = inspection_table(inspect_attention(Fused(), torch.randn(3, 5, DIM))).splitlines()
+    assert lines[2:] == [
+        "",
+        "path: how it is computed, `softmax` in plain torch, `observed` if shown by you, else the fused kernel; "
+        "scale*sqrt(d): 1 for the scale 1/sqrt(d_k); keys: the most of any call",
+    ]
+
+
+def remarks(*ratios: tuple[float, float] | None, head_dim: int | None = 32) -> list[str]:
+    """Return the lines that follow the explanation, for layers with these scales."""
+    found = [
+        InspectedAttention(f"layers.{index}", "Attention", "sdpa", 2, head_dim, ratio, 5, 1)
+        for index, ratio in enumerate(ratios)
+    ]
+    return inspection_table(found).splitlines()[len(ratios) + 3 :]
+
+
+@pytest.mark.parametrize("ratio", [None, (1.0, 1.0), (0.8, 1.2), (-1.0, -1.0), (float("nan"), float("nan"))])
+def test_a_usual_scale_gets_no_remark(ratio: tuple[float, float] | None) -> None:
+    assert remarks(ratio) == []
+
+
+def test_an_unusual_scale_gets_a_remark_one_for_all_layers_that_have_it() -> None:
+    missing, twice = (32**0.5, 32**0.5), (32**-0.5, 32**-0.5)
+    assert remarks(missing, (1.0, 1.0), twice, missing, missing, (0.5, 3.0), missing, missing) == [
+        "layers.0, layers.3, layers.4 and 2 more: the scale is 5.66 x 1/sqrt(d_k): the scale may be missing, fine if "
+        "the design wants it so",
+        "layers.2: the scale is 0.177 x 1/sqrt(d_k): the scale may be applied twice, fine if the design wants it so",
+        "layers.5: the scale is 0.5..3 x 1/sqrt(d_k): fine if the design wants it so",
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [None, 1])
+def test_without_a_depth_there_is_no_guess(head_dim: int | None) -> None:
+    assert remarks((2.0, 2.0), head_dim=head_dim) == [
+        "layers.0: the scale is 2 x 1/sqrt(d_k): fine if the design wants it so"
+    ]
+
+
 def test_what_shows_itself_is_not_blind() -> None:
     [found] = inspect_attention(nn.Sequential(ShownAttention()), torch.randn(3, 5, DIM))
     assert (found.name, found.path, found.skipped) == ("linear shown", "observed", "")

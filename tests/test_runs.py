@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
 
-from attn_monitor import AttentionMonitor
+from attn_monitor import AttentionMonitor, views
+from attn_monitor.reports import runs as reading
 from attn_monitor.reports.runs import Findings, ScalarRun, find_runs, read_runs
+from attn_monitor.reports.scalar_summary import summarize_scalars
 from attn_monitor.views import RunData
 from tests.event_data import StoredRun, make_event, make_run
 from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet, read_events
@@ -243,6 +246,61 @@ def test_a_run_with_only_csv_gives_its_scalars(tmp_path: Path) -> None:
     assert run.others["train_loss"].steps.tolist() == [0, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore::attn_monitor.saturation.AttentionWarning")
+def test_a_run_with_only_csv_gives_its_events_too(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    monitor = AttentionMonitor()
+    quiet(logger=logger, callbacks=[monitor], max_steps=3).fit(Lit("hand", "sdpa", gain=9.0), loader(3))
+    opened = [event for event in scalar_run(tmp_path).events if event["state"] == "opened"]
+    assert len(opened) == len(monitor.events) > 1
+    told = {(event["step"], event["layer"], event["head"], event["ratio"], event["cause"]) for event in opened}
+    assert told == {(one.step, one.layer, one.head, one.ratio, one.cause) for one in monitor.events}
+    first = [float(str(event["ratio"])) for event in opened if event["step"] == opened[0]["step"]]
+    assert first == sorted(first, reverse=True)
+
+
+def write_events(folder: Path, *lines: object) -> None:
+    (folder / "metrics.csv").write_text("step,attn_entropy/a\n0,1.0\n")
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "attn_monitor_events.jsonl").write_text("\n".join(texts))
+
+
+def test_events_in_a_file_of_a_resumed_run_follow_those_before(tmp_path: Path) -> None:
+    write_events(
+        tmp_path, *(make_event(step, "a", head) for step, head in [(0, 0), (10, 1), (20, 2), (10, 1), (15, 3)])
+    )
+    assert [(one["step"], one["head"]) for one in scalar_run(tmp_path).events] == [(0, 0), (10, 1), (15, 3)]
+
+
+def test_of_a_damaged_file_of_events_the_rest_is_read_and_told(tmp_path: Path) -> None:
+    wrong = [
+        "[3]",
+        {**make_event(6, "a", 0), "step": "x"},
+        {**make_event(6, "a", 0), "layer": ["a"]},
+        "[" * 100_000,
+        '{"step": 9, "la',
+    ]
+    write_events(tmp_path, make_event(5, "a", 0, ratio=10**400, cause=3), "", *wrong, make_event(7, "a", 1, state=[]))
+    findings = read(tmp_path)
+    [run] = findings.scalar_runs
+    assert [one["step"] for one in run.events] == [5, 7]
+    assert findings.notes == [f"{tmp_path / 'attn_monitor_events.jsonl'}: 5 lines without an event left out"]
+    assert "  head 0 of a    5           inf         warning     3" in summarize_scalars(run).splitlines()
+
+
+def test_events_of_one_step_are_read_with_the_worst_head_first(tmp_path: Path) -> None:
+    events = [make_event(20, LAYERS[1], head, ratio=ratio) for head, ratio in enumerate([0.51, 0.74, 0.62])]
+    ended = make_event(20, LAYERS[0], 4, ratio=0.3, state="ended")
+    make_run(events={20: [*events, ended], 30: [make_event(30, LAYERS[2], 0, ratio=9.0)]}).write(tmp_path)
+    assert [(one["step"], one["head"]) for one in only(tmp_path).events] == [
+        (20, 1),
+        (20, 2),
+        (20, 0),
+        (20, 4),
+        (30, 0),
+    ]
+
+
 def test_event_files_with_only_scalars_give_those(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         for step in range(3):
@@ -310,12 +368,12 @@ def test_what_is_no_directory_is_an_error(tmp_path: Path) -> None:
 def test_progress_adds_up_to_the_size_of_all_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run().write(tmp_path / name)
-        (tmp_path / name / "metrics.csv").write_text("step,attn_entropy/a\n0,1.0\n")
+        write_events(tmp_path / name, make_event(0, "a", 1))
     found = find_runs(tmp_path)
     seen: list[int] = []
     read_runs(found, seen.append)
     sizes = [path.stat().st_size for path in tmp_path.rglob("*.*") if path.is_file()]
-    assert len(sizes) == 4
+    assert len(sizes) == 6
     assert sum(seen) == sum(run.size for run in found) == sum(sizes)
 
 
@@ -328,3 +386,19 @@ def test_reading_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
     )
     run: Any = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert run.stdout == "7\n"
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bad", "good"):
+        make_run().write(tmp_path / name)
+    assemble = views.assemble
+
+    def picky(name: str, *rest: Any, **options: Any) -> RunData:
+        if name == "bad":
+            raise TypeError("must be real number, not bytes")
+        return assemble(name, *rest, **options)
+
+    monkeypatch.setattr(reading, "assemble", picky)
+    findings = read_runs(find_runs(tmp_path))
+    assert [run.name for run in findings.runs] == ["good"]
+    assert findings.notes == ["bad could not be read, TypeError: must be real number, not bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attn_monitor.reports.growth import growth_in_words
 from attn_monitor.reports.runs import ScalarRun
 from attn_monitor.reports.scalar_summary import summarize_scalars
 from attn_monitor.reports.summary import summarize
-from attn_monitor.views import RunData, Series, Table
+from attn_monitor.views import RunData, Series, Table, run_name
 from tests.event_data import make_event
 
 LAYERS, HEADS, STEPS = ("encoder.0", "decoder.0"), 3, (0, 10, 20, 30)
@@ -69,12 +71,12 @@ def test_a_collapse_is_told() -> None:
         "  head 2 of decoder.0  2.4            30       20          0.05                       0.5",
         "",
         "  what grew, from the first observation to the largest ratio:",
-        "    head 2 of decoder.0: logit_row_std 16x = q_rms 8x (75 %), alignment 2x (25 %); "
-        "likely cause: q_rms grew 8x since step 0",
+        "    head 2 of decoder.0: logit_row_std 1.2 to 19.2, 16x = q_rms 8x (75 %) * alignment 2x (25 %)",
+        "      likely cause: q_rms grew 8x since step 0",
         "",
         "  beside it                    step 0  step 20 (first event)  step 30",
         "  train_loss                   4       2.5                    3.5",
-        "  val_loss                     4.5     4.5                    3.75",
+        "  val_loss                     -       4.5                    3.75",
         "  grad_2.0_norm_total          7       50                     0.25",
         "  grad_logits_norm, all heads  3       1                      0.5",
     ]
@@ -98,7 +100,7 @@ def test_a_healthy_run_shows_its_worst_heads_anyway() -> None:
 
 def test_growth_of_a_healthy_head_has_no_cause() -> None:
     text = summarize(replace(collapsing(), threshold=3.0, events=[]))
-    assert "head 2 of decoder.0: logit_row_std 16x = q_rms 8x (75 %), alignment 2x (25 %)\n" in text
+    assert "head 2 of decoder.0: logit_row_std 1.2 to 19.2, 16x = q_rms 8x (75 %) * alignment 2x (25 %)\n" in text
     assert "likely cause" not in text
 
 
@@ -121,6 +123,40 @@ def test_events_end_and_open_again() -> None:
     assert lines[8] == ""
 
 
+def test_the_first_event_is_the_worst_head_of_its_step() -> None:
+    events = [make_event(20, LAYERS[0], head, ratio=ratio) for head, ratio in enumerate([0.51, 0.74, 0.62])]
+    lines = summarize(replace(collapsing(), events=[*events, make_event(30, LAYERS[1], 2, ratio=2.4)])).splitlines()
+    assert lines[1] == "  first event: step 20: head 1 of encoder.0 is saturated"
+    broken = make_event(20, LAYERS[1], 0, statistic="nonfinite", ratio=None)
+    lines = summarize(replace(collapsing(), events=[*events, broken])).splitlines()
+    assert lines[1] == "  first event: step 20: head 0 of decoder.0 is saturated"
+
+
+def test_an_evaluation_says_that_it_opens_no_events_and_what_is_above_the_limit() -> None:
+    lines = summarize(replace(collapsing(), name=run_name("version_0", "val_"), events=[])).splitlines()
+    assert lines[1:3] == [
+        "  no events, as only training opens them, the largest saturation_ratio is 2.4, head 2 of decoder.0 at step 30 "
+        "(limit 0.5)",
+        "  1 of 6 heads above the limit at some observation, 1 at the last",
+    ]
+    healthy = replace(collapsing(), name=run_name("version_0", "val_"), events=[], threshold=3.0)
+    assert "above the limit" not in summarize(healthy)
+
+
+def test_a_training_without_events_does_not_hide_heads_above_the_limit() -> None:
+    run = replace(collapsing(), events=[])
+    values = run.tables["saturation_ratio"].values.copy()
+    values[1, 0, 0], values[:, 0, 1] = 0.75, np.nan
+    run = replace(run, tables={"saturation_ratio": Table(run.steps, values)})
+    assert summarize(run).splitlines()[2] == "  2 of 5 heads above the limit at some observation, 1 at the last"
+
+
+def test_a_value_beside_it_is_never_of_a_later_step() -> None:
+    scalars = {"train_loss": make_series(2.5, 1.5, steps=(9, 19)), "val_loss": make_series(3.5, steps=(31,))}
+    lines = summarize(replace(collapsing(), scalars=scalars)).splitlines()
+    assert [line.split() for line in lines[-3:-1]] == [["train_loss", "-", "1.5", "1.5"], ["val_loss", "-", "-", "-"]]
+
+
 def test_heads_with_nan_come_first() -> None:
     broken = make_event(30, "encoder.0", 1, statistic="nonfinite", severity="critical", ratio=None, value=7)
     run = collapsing()
@@ -132,10 +168,75 @@ def test_heads_with_nan_come_first() -> None:
     assert lines[6].startswith("  head 2 of decoder.0  2.4")
 
 
-def test_a_missing_scale_is_named_as_the_cause() -> None:
+def with_tables(**tables: Sequence[float]) -> RunData:
+    """Return the collapsing run with other values of its sick head."""
     run = collapsing()
-    tables = {**run.tables, "scale_ratio": make_table(8.0, [8.0] * 4)}
-    assert "likely cause: the scale 1/sqrt(d_k) is missing, and q_rms grew 8x" in summarize(replace(run, tables=tables))
+    changed = {name: make_table(1.0, values) for name, values in tables.items()}
+    return replace(run, tables={**run.tables, **changed})
+
+
+def growth_of(run: RunData) -> list[str]:
+    """Return the lines on the sick head."""
+    lines = summarize(run).splitlines()
+    start = lines.index("  what grew, from the first observation to the largest ratio:") + 1
+    return [line.strip() for line in lines[start : lines.index("", start)]]
+
+
+def test_a_missing_scale_is_named_as_the_cause_beside_what_grew() -> None:
+    assert growth_of(with_tables(scale_ratio=[8.0] * 4)) == [
+        "head 2 of decoder.0: logit_row_std 1.2 to 19.2, 16x = q_rms 8x (75 %) * alignment 2x (25 %)",
+        "scale_ratio 8 (usual: 1), from the start; likely cause: the scale 1/sqrt(d_k) is missing, and q_rms grew 8x "
+        "since step 0",
+    ]
+
+
+def test_a_missing_scale_is_the_cause_where_nothing_grew() -> None:
+    still: dict[str, Sequence[float]] = {name: [1.0] * 4 for name in ("q_rms", "k_rms", "alignment")}
+    run = with_tables(**still, scale_ratio=[8.0] * 4, qk_std=[8.0] * 4, logit_row_std=[8.0, 8.0, 8.0, 8.8])
+    assert growth_of(run) == [
+        "head 2 of decoder.0: logit_row_std 8 to 8.8, 1.1x",
+        "scale_ratio 8 (usual: 1), from the start; likely cause: the scale 1/sqrt(d_k) is missing",
+    ]
+
+
+def test_a_scale_that_grew_is_a_factor_like_any_other() -> None:
+    run = with_tables(scale_ratio=[1.0, 1.0, 1.0, 2.0], alignment=[1.2] * 4)
+    assert growth_of(run)[0].endswith("16x = q_rms 8x (75 %) * scale_ratio 2x (25 %)")
+    assert "from the start" not in summarize(run)
+
+
+def test_what_shrank_and_what_is_added_to_the_logits_are_factors() -> None:
+    """From 1.2 to 19.2: queries 8x, keys 0.5x, the products 4x, and what a bias does to them 4x."""
+    run = with_tables(k_rms=[1.0, 1.0, 1.0, 0.5], alignment=[1.2] * 4, qk_std=[1.2, 2.4, 4.8, 4.8])
+    assert growth_of(run)[0].endswith(
+        "16x = q_rms 8x (75 %) * bias, softcap and row offsets 4x (50 %) * k_rms 0.5x (-25 %, shrank)"
+    )
+
+
+def test_small_factors_are_one_so_that_the_product_is_the_growth() -> None:
+    values = {"q_rms": 1.09, "k_rms": 1.08, "alignment": 1.6}
+    factors: dict[str, Sequence[float]] = {name: [1.0, 1.0, 1.0, value] for name, value in values.items()}
+    end = 1.09 * 1.08 * 1.6
+    run = with_tables(**factors, qk_std=[1.0, 1.0, 1.0, end], logit_row_std=[1.0, 1.0, 1.0, end])
+    assert growth_of(run)[0].endswith("1 to 1.88, 1.88x = alignment 1.6x (74 %) * other 1.18x (26 %)")
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_the_factors_multiply_to_the_growth_and_the_shares_add_up(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    first = dict(zip(("scale_ratio", "q_rms", "k_rms", "alignment"), random.uniform(0.5, 2, 4), strict=True))
+    later = {name: value * random.uniform(0.8, 3) for name, value in first.items()}
+    for factors in (first, later):
+        factors["qk_std"] = float(np.prod(list(factors.values())))
+    first["logit_row_std"], later["logit_row_std"] = first["qk_std"], later["qk_std"] * random.uniform(0.6, 1.4)
+    [line, *_] = growth_in_words(first, later, sick=False)
+    growth, _, equation = line.partition(" = ")
+    parts = [re.fullmatch(r".* ([\d.]+)x \((-?\d+) %(?:, shrank)?\)", part) for part in equation.split(" * ")]
+    ratios = [float(part[1]) for part in parts if part]
+    assert len(ratios) == len(parts) >= 3
+    assert np.prod(ratios) == pytest.approx(later["logit_row_std"] / first["logit_row_std"], rel=0.03)
+    assert growth.endswith(f"{later['logit_row_std'] / first['logit_row_std']:.3g}x")
+    assert sum(int(part[2]) for part in parts if part) == 100
 
 
 @pytest.mark.parametrize("tables", [{}, {"entropy": make_table(1.0, [np.nan] * 4)}])
@@ -182,6 +283,33 @@ def test_a_run_with_only_scalars_has_its_layers_and_says_what_is_missing() -> No
         "",
         "  beside it   first  last",
         "  train_loss  4      1",
+    ]
+
+
+def test_a_run_with_only_scalars_has_its_events() -> None:
+    cause = "likely cause: q_rms grew 3x since step 0"
+    events = [
+        make_event(10, "a.0", 1, ratio=0.51),
+        make_event(10, "a.1", 2, ratio=0.75, cause=cause),
+        make_event(20, "a.1", 2, ratio=1.25, severity="critical", state="critical"),
+        make_event(20, "a.0", 1, ratio=0.4, state="ended"),
+        *(make_event(30, "a.2", head, ratio=0.6 - head / 100) for head in range(5)),
+    ]
+    lines = summarize_scalars(replace(scalar_run(), events=events)).splitlines()
+    assert lines[1:4] == [
+        "  metrics.csv with means and worst heads of layers only: which heads were flagged is from "
+        "attn_monitor_events.jsonl, all other numbers of heads need a TensorBoardLogger",
+        "  first event: step 10: head 2 of a.1 is saturated",
+        "  7 heads flagged, 1 of them critical, 6 still open at the end",
+    ]
+    assert lines[7:14] == [
+        "  flagged heads  flagged at  ratio then  at the end   likely cause then",
+        "  head 2 of a.1  10          0.75        critical     q_rms grew 3x since step 0",
+        "  head 1 of a.0  10          0.51        ended at 20  -",
+        "  head 0 of a.2  30          0.6         warning      -",
+        "  head 1 of a.2  30          0.59        warning      -",
+        "  head 2 of a.2  30          0.58        warning      -",
+        "  and 2 more, all in attn_monitor_events.jsonl",
     ]
 
 

@@ -171,12 +171,18 @@ def test_a_click_shows_the_lines_of_that_head(page: Browser, tmp_path: Path) -> 
     page.wait(DRAWN)
     assert state(page)["selected"] == {"run": "one", "layer": "layers.2.attn", "head": 1}
     charts = state(page)["charts"]
-    assert set(charts) == {*run.tables, "factors"}
+    assert set(charts) == {*run.tables, "factors"} - {"nonfinite", "scale_ratio"}
+    assert page.run("document.querySelector('.flat').textContent") == (
+        "Without a chart: scale ratio (scale·√d_k) is 1 throughout; nonfinite is 0 throughout"
+    )
     data = page.run(f"{PAGE}.app.plots.find(({{name}}) => name === 'q_rms').plot.data")
     assert data[0] == [0, 10, 20, 30, 40, 50, 60, 80]  # both runs, and the loss of both
     assert [value for value in data[1] if value is not None] == run.tables["q_rms"][:, 2, 1].tolist()
     np.testing.assert_allclose([value for value in data[3] if value is not None], run.scalars["train_loss"], rtol=1e-6)
-    assert page.run("document.querySelector('.readout').textContent").startswith("layers.2.attn, head 1: ")
+    values = [state_run.tables["saturation_ratio"][-1, 2, 1] for state_run in (run, make_run((0, 20, 40, 80), seed=5))]
+    assert page.run("document.querySelector('.readout').textContent") == (
+        f"layers.2.attn, head 1, shown: step 80 · one: {values[0]:.4g} · two: {values[1]:.4g}"
+    )
     page.screenshot(tmp_path / "head.png", whole=True)
 
 
@@ -222,13 +228,16 @@ def test_open_events_are_outlined_and_summed_up(page: Browser) -> None:
     opened: dict[int, dict[str, str]] = {}
     for step in (10, 20, 30, 40, 60):
         page.run(f"{PAGE}.app.setStep({step})")
-        opened[step] = page.run(f"Object.fromEntries({PAGE}.app.maps.get('one').open)")
+        opened[step] = page.run(
+            f"Object.fromEntries([...{PAGE}.app.maps.get('one').open]"
+            ".map(([key, {severity, since}]) => [key, `${severity} since ${since}`]))"
+        )
     assert opened == {
         10: {},
-        20: {"1:3": "warning"},
-        30: {"1:3": "warning", "0:1": "warning"},
-        40: {"1:3": "critical", "0:1": "warning"},
-        60: {"1:3": "critical"},
+        20: {"1:3": "warning since 20"},
+        30: {"1:3": "warning since 20", "0:1": "warning since 30"},
+        40: {"1:3": "critical since 40", "0:1": "warning since 30"},
+        60: {"1:3": "critical since 40"},
     }
     summary = page.run("document.querySelector('.summary').textContent")
     assert summary.startswith("1 saturated head at step 60 (1 critical) · first ever: layers.1.attn head 3, step 20 · ")
@@ -367,6 +376,276 @@ def test_a_run_that_is_still_being_written_is_followed(browser: Browser, tmp_pat
         page.wait(DRAWN)
 
 
+QUICKLY = {
+    "runs toggled": "[0, 1, 0, 0, 1, 0, 1, 1].map((place) => () => boxes()[place].click())",
+    "a run hidden": "[() => boxes()[0].click()]",
+    "all hidden and one shown": "[0, 1, 1].map((place) => () => boxes()[place].click())",
+    "beside changed": "['', 'train_loss', '', 'train_loss', ''].map((value) => () => beside(value))",
+    "read again": "[0, 1, 2].map(() => () => { app.metas.get('one').events = -1; app.refresh(); })",
+    "heads chosen": "[0, 1, 2, 4].map((head) => () => app.select({run: 'one', layer: 'layers.0.attn', head}))",
+    "all of it": """[() => boxes()[1].click(), () => beside(''), () => boxes()[1].click(),
+        () => app.select({run: 'one', layer: 'layers.0.attn', head: 2}), () => boxes()[0].click(), () => beside('')]""",
+}
+
+
+@pytest.mark.parametrize("gap", [0, 60, 250])
+@pytest.mark.parametrize("what", QUICKLY)
+def test_whatever_is_done_quickly_leaves_one_chart_a_statistic_of_the_chosen_runs(
+    page: Browser, what: str, gap: int
+) -> None:
+    page.run(f"""(async () => {{
+        const {{app}} = {PAGE};
+        for (const name of ["line", "scalar", "events", "meta"]) {{  // as slow as a large run, and never in order
+            const real = app.source[name];
+            let count = 0;
+            app.source[name] = async (...query) => {{
+                const answer = await real(...query);
+                await new Promise((resolve) => setTimeout(resolve, [40, 90, 10][count++ % 3]));
+                return answer;
+            }};
+        }}
+        const boxes = () => document.querySelectorAll(".runs input");
+        const beside = (value) => {{
+            const select = document.querySelector("select[aria-label^=Scalar]");
+            select.value = value;
+            select.dispatchEvent(new Event("change"));
+        }};
+        for (const step of {QUICKLY[what]}) {{
+            step();
+            await new Promise((resolve) => setTimeout(resolve, {gap}));
+        }}
+    }})()""")
+    page.wait(DRAWN)
+    time.sleep(0.7)  # what was overtaken would come now
+    page.wait(DRAWN)
+    shown = state(page)
+    statistics = page.run(
+        "[...document.querySelectorAll('.charts figure')].map((card) => card.dataset.statistic ?? null)"
+    )
+    drawn = sorted(name for name in statistics if name)
+    assert drawn == sorted(set(make_run().tables) - {"nonfinite", "scale_ratio"})
+    growths = page.run("[...document.querySelectorAll('.charts figure.wide')].map((card) => card.dataset.factors)")
+    assert growths == shown["runs"] == page.run("[...document.querySelectorAll('.run h2')].map((title) => title.title)")
+    losses = len(growths) if page.run(f"{PAGE}.app.loss") else 0
+    lines = page.run(
+        f"{PAGE}.app.plots.filter(({{name}}) => name !== 'factors').map(({{plot}}) => plot.series.length - 1)"
+    )
+    assert lines == [len(growths) + losses] * len(drawn)
+
+
+def test_no_run_leaves_no_chart(page: Browser) -> None:
+    for place in (0, 1):
+        page.run(f"document.querySelectorAll('.runs input')[{place}].click()")
+    page.wait("document.querySelector('.banner').textContent === 'No run is chosen.'")
+    time.sleep(0.3)
+    assert page.run("document.querySelectorAll('.charts figure, .run, .events li, .causes p').length") == 0
+
+
+def test_small_numbers_are_on_their_axes(browser: Browser, tmp_path: Path) -> None:
+    run = make_run()
+    fall = np.geomspace(3e-3, 2e-6, 7)[:, None, None] * np.ones((1, 3, 5))
+    run.tables = {**run.tables, "grad_logits_norm": fall.astype(np.float32)}
+    flat = (2e-5 + 1e-5 * np.linspace(0, 1, 7))[:, None, None] * np.ones((1, 3, 5))
+    run.tables["grad_probs_norm"] = flat.astype(np.float32)
+    for page in drawn_alone(browser, tmp_path, run):
+        for name, wanted in (("grad_logits_norm", {"0.01", "1e-4"}), ("grad_probs_norm", {"2e-5", "3e-5"})):
+            labels = page.run(
+                f"{PAGE}.app.plots.find(({{name}}) => name === '{name}').plot.axes[1]._values.filter((one) => one)"
+            )
+            assert wanted <= set(labels)
+            assert "0" not in labels
+            assert len(set(labels)) == len(labels)
+
+
+def drawn_alone(browser: Browser, folder: Path, *runs: StoredRun) -> Iterator[Browser]:
+    """Open the tab over runs called run0, run1, ..."""
+    for index, run in enumerate(runs):
+        run.write(folder / "logs" / f"run{index}")
+    server = start_in_process(folder / "logs")
+    server.wait(lambda server: len(server.get("runs").body) == len(runs))
+    yield from opened(browser, server.url)
+
+
+def test_the_selected_head_has_corners_that_no_event_has(page: Browser, tmp_path: Path) -> None:
+    page.run(f"{PAGE}.app.select({{run: 'two', layer: 'layers.1.attn', head: 2}})")
+    page.run(f"{PAGE}.app.setStep(20)")
+    for scheme in ("light", "dark"):
+        page.prefer(scheme)
+        page.wait(f"getComputedStyle(document.body).colorScheme === '{scheme}'")
+        page.screenshot(tmp_path / f"selected_{scheme}.png")
+        for run in ("one", "two"):
+            corner, middle, other = (
+                page.run(f"""(() => {{
+                    const map = {PAGE}.app.maps.get("{run}");
+                    const [x, y] = [map.left + {head} * map.cell.width, map.top + map.cell.height];
+                    const pixels = map.canvas.getContext("2d").getImageData(x + {right} - 2, y - 2, 5, 5).data;
+                    return [...pixels].flatMap((_, at) =>
+                        at % 4 || pixels[at + 3] < 255 ? [] : [[...pixels.slice(at, at + 3)]]);
+                }})()""")
+                for head, right in ((2, 0), (2, 18), (4, 0))
+            )
+            cyan = [any(r < 60 and g > 190 and b > 220 for r, g, b in pixels) for pixels in (corner, middle, other)]
+            assert cyan == [True, False, False]
+            black = [any(max(pixel) < 8 for pixel in pixels) for pixels in (corner, middle)]
+            assert black == [False, False]
+    page.prefer("light")
+    words = page.run("document.querySelector('.legend').textContent")
+    assert "selected" in words
+    assert page.run("document.querySelector('.legend canvas.selected').width") > 0
+
+
+def test_an_event_says_since_when_and_in_which_run(page: Browser) -> None:
+    page.run(f"{PAGE}.app.select({{run: 'one', layer: '{SICK}', head: 3}})")
+    page.wait(DRAWN)
+    for step, word in ((30, "warning since step 20"), (60, "critical since step 40")):
+        page.run(f"{PAGE}.app.setStep({step})")
+        one, two, *_ = page.run("document.querySelector('.readout').textContent").split(" · ")[1:]
+        assert one.startswith("one: ")
+        assert one.endswith(f", {word}")
+        assert two.startswith("two: ")
+        assert "since" not in two
+    page.wait(DRAWN)
+    causes = page.run("[...document.querySelectorAll('.causes p')].map((one) => one.textContent)")
+    assert causes == ["one: critical since step 40: head 3 of layers.1.attn is saturated"]
+    page.hover(*place(page, "one", 1, 3))
+    page.wait("document.querySelector('.tip').textContent.endsWith(', critical since step 40')")
+
+
+@pytest.mark.parametrize(
+    ("names", "before", "own", "after"),
+    [
+        (["model.layers.0.self_attn", "model.layers.1.self_attn"], "model.layers.", ["0", "1"], ".self_attn"),
+        (["encoder.0.attn", "decoder.0.attn"], "", ["encoder", "decoder"], ".0.attn"),
+        (["blocks.1.attn", "blocks.11.attn"], "blocks.", ["1", "11"], ".attn"),
+        (["attn", "attn.attn", "x.attn"], "", ["attn", "attn.attn", "x.attn"], ""),
+        (["a.b", "a.b.c"], "a.", ["b", "b.c"], ""),
+        (["only.one.attn"], "", ["only.one.attn"], ""),
+        ([], "", [], ""),
+    ],
+)
+def test_names_of_layers_are_parted(page: Browser, names: list[str], before: str, own: list[str], after: str) -> None:
+    module = f"{page.run('location.origin')}/data/plugin/attn_monitor/index.js"
+    found = page.run(f"import('{module}').then((view) => view.parted({json.dumps(names)}))")
+    assert found == {"before": before, "own": own, "after": after}
+
+
+def test_rows_can_be_told_apart_and_neighbours_are_level(browser: Browser, tmp_path: Path) -> None:
+    stem = "a_model_with_a_long_name.text_decoder_of_the_whole"
+    long = [f"{stem}.{part}.{row}.{kind}" for row in range(2) for part in ("up", "down") for kind in ("self", "cross")]
+    events = {20: [make_event(20, long[0], 1, message="word " * 40)]}
+    runs = [make_run(layers=long, events=events), make_run(layers=[f"m.{row}.self_attn" for row in range(3)])]
+    for page in drawn_alone(browser, tmp_path, *runs):
+        labels = page.run(f"[...{PAGE}.app.maps.values()].map((map) => map.labels)")
+        assert [len(set(one)) for one in labels] == [8, 3]
+        assert labels[1] == ["0", "1", "2"]
+        tops = page.run("[...document.querySelectorAll('.run canvas')].map((one) => one.getBoundingClientRect().top)")
+        assert tops[0] == tops[1]
+        assert page.run(f"[...{PAGE}.app.maps.values()].map((map) => map.cell.height)") == [26, 26]
+        x, y = place(page, "run0", 2, 0)
+        page.hover(x - page.run(f"{PAGE}.app.maps.get('run0').left"), y)
+        page.wait(f"document.querySelector('.tip').textContent === '{long[2]}'")
+
+
+def test_runs_that_are_not_shown_are_counted_and_their_events_marked(browser: Browser, tmp_path: Path) -> None:
+    runs = [make_run(steps=(0, 10), seed=seed) for seed in range(6)]
+    runs[5].events = {10: [make_event(10, SICK, 3), make_event(10, SICK, 2, severity="critical")]}
+    for page in drawn_alone(browser, tmp_path, *runs):
+        page.wait(
+            "document.querySelector('.runs .count').textContent === '4 of 6 shown; 1 of those not shown has events'"
+        )
+        labels = page.run("[...document.querySelectorAll('.runs label')].map((one) => one.textContent)")
+        assert labels == ["run0", "run1", "run2", "run3", "run4", "run5⚑ 2 events"]
+        page.run("document.querySelectorAll('.runs input')[5].focus()")
+        page.press(" ")
+        page.wait("document.querySelector('.runs .count').textContent === '5 of 6 shown'")
+        assert page.run("document.activeElement.value") == "run5"
+        page.wait(DRAWN)
+
+
+def test_a_missing_scale_is_said_where_it_is_looked_for(browser: Browser, tmp_path: Path) -> None:
+    usual, missing = make_run(), make_run(seed=5)
+    missing.tables = {**missing.tables, "scale_ratio": np.full_like(missing.tables["scale_ratio"], 32**0.5)}
+    for page in drawn_alone(browser, tmp_path, usual, missing):
+        start = "scale·√d_k is 5.66, textbook 1"
+        panels = page.run(
+            "[...document.querySelectorAll('figure.wide')]"
+            ".map((one) => one.querySelector('.alarm')?.textContent ?? null)"
+        )
+        assert panels[0] is None
+        assert panels[1].startswith(start)
+        [cause] = page.run("[...document.querySelectorAll('.causes .alarm')].map((one) => one.textContent)")
+        assert cause.startswith(f"run1: {start}")
+        page.screenshot(tmp_path / "scale.png", whole=True)
+
+
+def test_the_lines_have_a_legend(page: Browser) -> None:
+    words = page.run("[...document.querySelectorAll('.keys .part')].map((one) => one.textContent)")
+    assert words == ["one", "two", "warning", "critical", "ended", "the step shown", "the limit", "train_loss"]
+
+
+def test_what_did_not_grow_is_drawn_flat(page: Browser) -> None:
+    page.run(f"{PAGE}.app.select({{run: 'one', layer: 'layers.0.attn', head: 2}})")
+    page.wait(DRAWN)
+    low, high, labels = page.run(f"""(() => {{
+        const {{scales, axes}} = {PAGE}.app.plots.find(({{name}}) => name === "factors").plot;
+        return [scales.y.min, scales.y.max, axes[1]._values];
+    }})()""")
+    assert (low, high) == (pytest.approx(np.log10(0.5)), pytest.approx(np.log10(2)))
+    assert [label.removeprefix("\N{MULTIPLICATION SIGN}") for label in labels] == ["0.5", "0.7", "1", "1.5", "2"]
+
+
+def test_growth_does_not_move_the_charts_when_it_comes(page: Browser) -> None:
+    tops = page.run(f"""(async () => {{
+        const {{app}} = {PAGE};
+        const real = app.source.line;
+        app.source.line = async (...query) => {{
+            const answer = await real(...query);
+            await new Promise((resolve) => setTimeout(resolve, 120));
+            return answer;
+        }};
+        app.select({{run: "one", layer: "layers.0.attn", head: 1}});
+        const tops = [];
+        while (!tops.length || app.charts.dataset.ready !== "true") {{
+            await new Promise((resolve) => setTimeout(resolve, 30));
+            const first = app.charts.querySelector("figure[data-statistic=saturation_ratio]");
+            if (first && app.drawing === app.selected) tops.push(first.offsetTop);
+        }}
+        return tops;
+    }})()""")
+    assert len(tops) > 8
+    assert max(tops[-9:]) - min(tops[-9:]) <= 2
+    assert len(set(tops)) == 1
+
+
+def test_a_run_that_starts_later_says_so(browser: Browser, tmp_path: Path) -> None:
+    runs = [make_run(steps=(0, 10, 20)), make_run(steps=(20, 30))]
+    for page in drawn_alone(browser, tmp_path, *runs):
+        page.run(f"{PAGE}.app.setStep(10)")
+        page.wait(f"{PAGE}.state().painted[1] === null")
+        said = page.run(
+            "[...document.querySelectorAll('.run .note')].map((one) => one.hidden ? null : one.textContent)"
+        )
+        assert said == [None, "No observation at or before step 10: the first of this run is at step 20."]
+        assert page.run("document.querySelectorAll('.summary')[1].textContent") == ""
+        page.run(f"{PAGE}.app.setStep(20)")
+        page.wait("document.querySelectorAll('.run .note')[1].hidden")
+
+
+def test_many_layers_leave_room_for_the_lines_of_a_head(browser: Browser, tmp_path: Path) -> None:
+    names = [f"model.layers.{row}.self_attn" for row in range(80)]
+    for page in drawn_alone(
+        browser, tmp_path, *[make_run(steps=(0, 10), layers=names, heads=7, seed=seed) for seed in (0, 1)]
+    ):
+        assert page.run("document.querySelector('.head').getBoundingClientRect().bottom") < 750
+        assert page.run("document.querySelector('.status button').hidden")
+        page.resize(640, 700)  # one run below the other: the charts are out of sight, which one can tell
+        page.wait("!document.querySelector('.status button').hidden")
+        assert page.run("document.querySelector('.readout').getBoundingClientRect().bottom") <= 700
+        page.run("document.querySelector('.status button').click()")
+        page.wait("document.querySelector('.charts').getBoundingClientRect().top < 300")
+        page.resize(1280, 900)
+
+
 def inline_page(folder: Path, runs: list[views.RunData]) -> str:
     """Write what a report is: the page's own files and the data, in one file."""
     data = {
@@ -415,6 +694,7 @@ def test_the_same_page_shows_data_that_is_embedded_in_it(browser: Browser, tmp_p
     browser.wait(f"{PAGE}.cells('one')[0][0] === 2.5")
     browser.run(f"{PAGE}.app.setStep(20)")
     browser.wait(f"{PAGE}.cells('one')[0][0] !== 2.5")
+    assert browser.run("document.querySelector('.refresh').getClientRects().length") == 0  # nothing can be added
     lines = browser.run(f"{PAGE}.app.plots.find(({{name}}) => name === 'k_rms').plot.data")
     layer, head = state(browser)["selected"]["layer"], state(browser)["selected"]["head"]
     assert lines[1] == run.tables["k_rms"][:, run.layers.index(layer), head].tolist()

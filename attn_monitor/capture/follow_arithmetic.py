@@ -13,6 +13,7 @@ from attn_monitor.capture.layout import Axis, fresh
 from attn_monitor.capture.outer_products import broadcast_factors, is_outer
 from attn_monitor.capture.products import Number, Scale
 from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept, without_factors
+from attn_monitor.masking import hardened
 
 UNNORMALISED = (
     "its scores q.k weigh values without a softmax that can be seen (sigmoid, relu, or exp and sum by hand); "
@@ -105,7 +106,7 @@ def by_number(tag: Tag, factor: Number, *, invert: bool = False) -> Tag:
 
 def _lasting(masks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return what masks block, whatever happens to what they add."""
-    return tuple(mask > BLOCKED if mask.is_floating_point() else mask for mask in masks)
+    return tuple(mask > BLOCKED if mask.is_floating_point() else mask for mask in map(hardened, masks))
 
 
 def number(value: Any) -> Number | None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import dimension, fresh, proxy
-from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, kept
+from attn_monitor.capture.tags import Step, Tag, TagStore, kept
+from attn_monitor.masking import FILL
 
 
 def masked_fill(tags: TagStore, step: Step) -> None:
@@ -43,13 +44,13 @@ def _fill(tags: TagStore, tag: Tag, source: Tensor, blocked: Tensor, value: Any,
     layout = kept(tag, source, out)
     if tag.kind != "scores" or source.shape != out.shape:
         tags.carry(tag, out, layout, masks=())
-    elif isinstance(value, Tensor) or value >= -BLOCKED:
+    elif isinstance(value, Tensor) or value >= -FILL:
         # Whether the value is a mask's is decided with the numbers, without waiting for the device here; one that is
         # large is if the scores are negated yet (softmin).
         value = value.detach().to(torch.float32) if isinstance(value, Tensor) else value
         mask = torch.where(blocked, value, 0.0)
         tags.carry(tag, out, layout, masks=(*tag.masks, mask), plain=False)
-    elif value <= BLOCKED:
+    elif value <= FILL:
         tags.carry(tag, out, layout, masks=(*tag.masks, ~blocked))
     else:
         tags.carry(tag, out, layout, plain=False)
@@ -65,7 +66,7 @@ def set_item(tags: TagStore, step: Step) -> None:
             _write(tags, written, value, target, index)
         return
     if tag.kind == "scores":
-        blocked = _indexed(index, target.dim()) if not isinstance(value, Tensor) and value <= BLOCKED else None
+        blocked = _indexed(index, target.dim()) if not isinstance(value, Tensor) and value <= FILL else None
         masks = tag.masks if blocked is None else (*tag.masks, ~blocked)
         tags.put(target, tag._replace(masks=masks, plain=tag.plain and blocked is not None))
     else:

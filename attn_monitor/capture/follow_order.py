@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_monitor.capture.layout import resized
-from attn_monitor.capture.tags import BLOCKED, Step, Tag, TagStore, without_factors
+from attn_monitor.capture.tags import Step, Tag, TagStore, without_factors
+from attn_monitor.masking import FILL
 
 
 def rearrange(tags: TagStore, step: Step) -> None:
@@ -91,7 +92,7 @@ def index_fill(tags: TagStore, step: Step) -> None:
 def _fill_places(tags: TagStore, tag: Tag, out: Tensor, value: Any, mark: Callable[[Tensor], Tensor]) -> None:
     if tag.kind != "scores":
         tags.carry(tag, out, tag.layout)
-    elif isinstance(value, (int, float)) and value <= BLOCKED:
+    elif isinstance(value, (int, float)) and value <= FILL:
         blocked = mark(torch.zeros(out.shape, dtype=torch.bool, device=out.device))
         tags.carry(tag, out, tag.layout, masks=(*tag.masks, ~blocked))
     else:

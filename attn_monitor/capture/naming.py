@@ -51,9 +51,14 @@ def _without_wrappers(raw: str, modules: dict[str, nn.Module]) -> str:
     path = ""
     parts = raw.split(".") if raw else []
     peft = False
-    for part in parts:
-        parent = modules[path]
-        path = f"{path}.{part}" if path else part
+    begun: list[str] = []
+    for piece in parts:
+        begun.append(piece)
+        inner = ".".join([path, *begun] if path else begun)
+        if inner not in modules:  # torch takes names with dots in them, too
+            continue
+        parent, part = modules[path], ".".join(begun)
+        path, begun = inner, []
         kind = type(parent).__name__
         if part in _WRAPPER_PARTS or part == "base_layer":
             continue

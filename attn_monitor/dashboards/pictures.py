@@ -19,7 +19,7 @@ from attn_monitor.tags import direction
 
 MAX_SIDE = 1024
 """No picture is larger, whatever the model."""
-_LEFT, _TOP, _BOTTOM, _RIGHT = 30, 32, 34, 12
+_LEFT, _TOP, _BOTTOM, _RIGHT = 30, 44, 34, 12
 _MIN_WIDTH = 240
 _MAP_SIDE = 640
 _LARGEST_CELL = 16
@@ -152,7 +152,8 @@ def _frame_of(name: str, shape: tuple[int, int], blocks: tuple[int, int], cell: 
     unit = f" [{row.unit}]" if row is not None and row.unit else ""
     packed = f", {blocks[0]} x {blocks[1]} heads a cell" if blocks != (1, 1) else ""
     write(2, 1, f"{name}{unit}, {direction(name)}{packed}", "la")
-    write(2, _TOP - 3, "layer", "ls")
+    write(0, _TOP - (3 if cell > 7 else 8), "layer", "ls")  # the number of a thin first row reaches above it
+    write(_LEFT, _TOP - 15, "head", "ls")
     every = _tick_distance(rows, cell, 11)
     for index in range(0, rows, every):
         write(_LEFT - 3, _TOP + index * cell + cell / 2, str(index * blocks[0]), "rm")

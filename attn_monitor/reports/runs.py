@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.util.tensor_util import make_ndarray
 
 from attn_monitor.reports.event_files import Damage, read_records
+from attn_monitor.reports.event_records import EVENTS_FILE, EventRecord, read_events, worst_first
 from attn_monitor.views import RunData, Series, assemble, is_users, series, stages, threshold_of
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)")
@@ -44,16 +45,18 @@ class RunFiles:
         name: The path from the directory that was asked for, or that one's own name.
         event_files: TensorBoard's, oldest first.
         csv: That of Lightning's CSVLogger.
+        events: The events as plain text.
     """
 
     name: str
     event_files: Sequence[Path]
     csv: Path | None
+    events: Path | None = None
 
     @property
     def size(self) -> int:
         """Bytes there are to read."""
-        return sum(path.stat().st_size for path in [*self.event_files, *([self.csv] if self.csv else [])])
+        return sum(path.stat().st_size for path in [*self.event_files, self.csv, self.events] if path is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,14 @@ class ScalarRun:
         source: Where they were read.
         scalars: Ours, by tag.
         others: The user's own, by tag.
+        events: What was opened, became critical or ended, oldest first, of one step the worst head first.
     """
 
     name: str
     source: str
     scalars: Mapping[str, Series]
     others: Mapping[str, Series]
+    events: Sequence[EventRecord] = ()
 
 
 @dataclass(slots=True)
@@ -118,6 +123,7 @@ def _runs_below(directory: Path) -> Iterator[RunFiles]:
                 name=own if here == directory else here.relative_to(directory).as_posix(),
                 event_files=[here / name for name in sorted(known, key=_age) if name != _CSV],
                 csv=here / _CSV if _CSV in known else None,
+                events=here / EVENTS_FILE if EVENTS_FILE in names and (here / EVENTS_FILE).is_file() else None,
             )
 
 
@@ -139,8 +145,16 @@ def read_runs(found: Iterable[RunFiles], progress: Progress = lambda _: None) ->
     """
     findings = Findings()
     for files in found:
-        _read_run(files, findings, progress)
+        _try_to_read(files, findings, progress)
     return findings
+
+
+def _try_to_read(files: RunFiles, findings: Findings, progress: Progress) -> None:
+    """Read a run; whatever was written there, it must not hide the others."""
+    try:
+        _read_run(files, findings, progress)
+    except Exception as error:
+        findings.notes.append(f"{files.name} could not be read, {type(error).__name__}: {error}")
 
 
 def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
@@ -156,19 +170,23 @@ def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
         if not stages(stored.tensors) and all(map(is_users, stored.scalars)):
             stored, source = _read_csv(files.csv, notes), _CSV
         progress(files.csv.stat().st_size)
-    findings.notes += notes
+    if files.events is not None:
+        progress(files.events.stat().st_size)
     scalars = {tag: series(points) for tag, points in stored.scalars.items()}
     users = {tag: points for tag, points in scalars.items() if is_users(tag)}
     own = {tag: points for tag, points in scalars.items() if not is_users(tag)}
     if prefixes := stages(stored.tensors):
-        findings.runs += [
+        runs = [
             assemble(files.name, stored.tensors, users, threshold=stored.thresholds.get(prefix), prefix=prefix)
             for prefix in prefixes
         ]
+        findings.runs += [replace(run, events=worst_first(run.events)) for run in runs]
     elif own:
-        findings.scalar_runs.append(ScalarRun(files.name, source, own, users))
+        events = [] if files.events is None else read_events(files.events, notes)
+        findings.scalar_runs.append(ScalarRun(files.name, source, own, users, events))
     else:
         findings.foreign.append(files.name)
+    findings.notes += notes
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ import re
 import numpy as np
 
 from attn_monitor.catalog import STATISTICS
+from attn_monitor.reports.event_records import EVENTS_FILE, count, event_lines, number, place, worst_first
 from attn_monitor.reports.runs import ScalarRun
-from attn_monitor.reports.summary import aligned, count, losses_and_norms, shown
+from attn_monitor.reports.summary import aligned, losses_and_norms, shown
 from attn_monitor.reports.terminal import printable
 from attn_monitor.views import Series
 
@@ -22,10 +23,11 @@ def summarize_scalars(run: ScalarRun) -> str:
     steps = sorted({step for points in run.scalars.values() for step in points.steps.tolist()})
     lines = [
         f"{run.name}: {count(layers, 'layer')}, {count(steps, 'observation')}, steps {steps[0]} to {steps[-1]}",
-        f"  {run.source} with means and worst heads of layers only: which head it is, only per-head tensors can say, "
-        "and those need a TensorBoardLogger",
+        f"  {run.source} with means and worst heads of layers only: {_more(run)}",
     ]
+    lines += event_lines(run.events)
     lines += _model_wide(run)
+    lines += _flagged_heads(run)
     lines += _worst_layers(run)
     rows = [["beside it", "first", "last"]]
     rows += [
@@ -35,6 +37,35 @@ def summarize_scalars(run: ScalarRun) -> str:
     if len(rows) > 1:
         lines += ["", *aligned(rows)]
     return "\n".join(map(printable, lines))
+
+
+def _more(run: ScalarRun) -> str:
+    if run.events:
+        return f"which heads were flagged is from {EVENTS_FILE}, all other numbers of heads need a TensorBoardLogger"
+    return "which head it is, only per-head tensors can say, and those need a TensorBoardLogger"
+
+
+def _flagged_heads(run: ScalarRun) -> list[str]:
+    """Return the heads in the order they were flagged, of one step the worst first."""
+    first = {place(event): event for event in reversed(worst_first(run.events)) if event.get("state") == "opened"}
+    last = {place(event): event for event in run.events}
+    heads = list(reversed(first))
+    if not heads:
+        return []
+    rows = [["flagged heads", "flagged at", "ratio then", "at the end", "likely cause then"]]
+    for head in heads[:_SHOWN]:
+        event, end = first[head], last[head]
+        rows.append(
+            [
+                f"head {head[1]} of {head[0]}",
+                str(event.get("step")),
+                shown(number(event, "ratio")),
+                f"ended at {end.get('step')}" if end.get("state") == "ended" else str(end.get("severity")),
+                str(event.get("cause") or "-").removeprefix("likely cause: "),
+            ]
+        )
+    more = len(heads) - _SHOWN
+    return ["", *aligned(rows), *([f"  and {more} more, all in {EVENTS_FILE}"] if more > 0 else [])]
 
 
 def _model_wide(run: ScalarRun) -> list[str]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attn_monitor.diagnosis import FACTORS, explain
+from attn_monitor.reports.event_records import count, event_lines, place
+from attn_monitor.reports.growth import growth_in_words
 from attn_monitor.reports.terminal import printable
-from attn_monitor.views import RunData, Series
+from attn_monitor.views import STAGES, RunData, Series
 
 _RATIO = "saturation_ratio"
 _SHOWN = 5
-_GROWN = 1.25
-_PRODUCT = ("scale_ratio", "q_rms", "k_rms", "alignment")
 _BESIDE = ("entropy_normalized", "jacobian_trace", "grad_logits_norm")
 _LOSS = re.compile(r"(?<![a-z])loss(?![a-z])", re.IGNORECASE)
 _NORM = re.compile(r"grad.*norm|norm.*grad", re.IGNORECASE)
@@ -57,19 +57,31 @@ def _heading(run: RunData) -> str:
 
 
 def _events(run: RunData) -> list[str]:
-    opened = [event for event in run.events if event.get("state") == "opened"]
-    if not opened:
-        largest = _largest_ratio(run)
-        if run.threshold is None:  # written without events, which does not mean that there were none
-            return [f"  no events are stored{'' if largest is None else f'; {largest}'}"]
-        return [f"  no event: no head was flagged{'' if largest is None else f', {largest} (limit {run.threshold:g})'}"]
-    flagged = {_place(event) for event in opened}
-    critical = {_place(event) for event in run.events if event.get("severity") == "critical"}
-    first = opened[0]
+    if lines := event_lines(run.events):
+        return lines
+    largest = _largest_ratio(run)
+    if run.threshold is None:  # written without events, which does not mean that there were none
+        return [f"  no events are stored{'' if largest is None else f'; {largest}'}"]
+    limit = "" if largest is None else f"{largest} (limit {run.threshold:g})"
+    if any(stage and run.name.endswith(f" ({stage})") for stage in STAGES.values()):
+        start = "  no events, as only training opens them"
+    else:
+        start = "  no event: no head was flagged"
+    return [f"{start}{limit and f', {limit}'}", *_above(run)]
+
+
+def _above(run: RunData) -> list[str]:
+    """Return how many heads were above the limit though no event says so."""
+    if run.threshold is None or _RATIO not in run.tables or not run.tables[_RATIO].values.size:
+        return []
+    over = run.tables[_RATIO].values > run.threshold
+    known = ~np.isnan(run.tables[_RATIO].values)
+    number = int(over.any(axis=0).sum())
+    if not number:
+        return []
     return [
-        f"  first event: {first.get('message') or _plain(first)}",
-        f"  {count(flagged, 'head')} flagged, {len(critical)} of them critical, {len(_open_heads(run))} still open "
-        "at the end",
+        f"  {number} of {count(range(int(known.any(axis=0).sum())), 'head')} above the limit at some observation, "
+        f"{int(over[-1].sum())} at the last"
     ]
 
 
@@ -84,30 +96,6 @@ def _largest_ratio(run: RunData) -> str | None:
         f"the largest saturation_ratio is {values[at, layer, head]:.3g}, "
         f"head {head} of {run.layers[layer]} at step {steps[at]}"
     )
-
-
-def _plain(event: Mapping[str, object]) -> str:
-    return f"step {event.get('step')}: head {event.get('head')} of {event.get('layer')}"
-
-
-def _place(event: Mapping[str, object]) -> tuple[object, object]:
-    return event.get("layer"), event.get("head")
-
-
-def _open_heads(run: RunData) -> set[tuple[object, object]]:
-    heads: set[tuple[object, object]] = set()
-    for event in run.events:
-        if event.get("state") == "ended":
-            heads.discard(_place(event))
-        else:
-            heads.add(_place(event))
-    return heads
-
-
-def count(things: Iterable[object], noun: str) -> str:
-    """Return how many there are, with the noun in its number."""
-    number = len(list(things))
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # -- the worst heads ---------------------------------------------------------------------------------------------------
@@ -188,7 +176,7 @@ def _at(run: RunData, statistic: str, head: _Head, index: int) -> float:
 
 def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
     lines = []
-    flagged = {_place(event) for event in run.events}
+    flagged = {place(event) for event in run.events}
     for head in heads:
         ratio, worst = _peak(run, head)
         first = _first_step(run, head)
@@ -197,8 +185,13 @@ def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
         before, now = _factors(run, head, first), _factors(run, head, worst)
         sick = run.threshold is None or ratio > run.threshold or (run.layers[head[0]], head[1]) in flagged
         cause = explain(now, before, since=first, head_dim=run.head_dims[head[0]]) if sick else ""
-        if parts := [part for part in (_shares(before, now), cause) if part]:
-            lines.append(f"    head {head[1]} of {run.layers[head[0]]}: {'; '.join(parts)}")
+        growth, *more = [*growth_in_words(before, now, sick=sick), ""]
+        why = "; ".join(part for part in (*more, cause) if part)
+        name = f"head {head[1]} of {run.layers[head[0]]}"
+        if growth or why:
+            lines.append(f"    {name}: {growth or why}")
+        if growth and why:
+            lines.append(f"      {why}")
     return ["", "  what grew, from the first observation to the largest ratio:", *lines] if lines else []
 
 
@@ -219,33 +212,11 @@ def _factors(run: RunData, head: _Head, step: int) -> dict[str, float]:
     return found
 
 
-def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """Return by what logit_row_std grew, and the factors that grew with it with their shares of its log growth."""
-    grown = _ratio(now, before, "logit_row_std")
-    if grown is None or grown < _GROWN:
-        return ""
-    factors = {name: ratio for name in _PRODUCT if (ratio := _ratio(now, before, name)) is not None}
-    rest = _ratio(now, before, "qk_std")
-    if rest is not None:
-        factors["bias, softcap and row offsets"] = grown / rest
-    parts = [
-        f"{name} {ratio:.3g}x ({100 * math.log(ratio) / math.log(grown):.0f} %)"
-        for name, ratio in sorted(factors.items(), key=lambda item: -item[1])
-        if ratio >= _GROWN
-    ]
-    return f"logit_row_std {grown:.3g}x{' = ' if parts else ''}{', '.join(parts)}"
-
-
-def _ratio(now: Mapping[str, float], before: Mapping[str, float], name: str) -> float | None:
-    ratio = now[name] / before[name] if name in now and before.get(name) else math.nan
-    return ratio if math.isfinite(ratio) and ratio > 0 else None
-
-
 # -- beside it ---------------------------------------------------------------------------------------------------------
 
 
 def _beside(run: RunData) -> list[str]:
-    """Return loss and gradient norm at the first observation, the first event and the last observation."""
+    """Return the last loss and gradient norm up to the first observation, the first event and the last observation."""
     steps = run.steps
     if not len(steps):
         return []
@@ -254,10 +225,12 @@ def _beside(run: RunData) -> list[str]:
     moments = sorted({int(steps[0]), *middle, int(steps[-1])})
     titles = [f"step {step}{' (first event)' if [step] == middle else ''}" for step in moments]
     rows = [["beside it", *titles]]
-    rows += [[tag, *(shown(_near(points, step)) for step in moments)] for tag, points in losses_and_norms(run.scalars)]
+    rows += [
+        [tag, *(shown(_last_until(points, step)) for step in moments)] for tag, points in losses_and_norms(run.scalars)
+    ]
     norms = _all_heads_norm(run)
     if norms is not None:
-        rows.append(["grad_logits_norm, all heads", *(shown(_near(norms, step)) for step in moments)])
+        rows.append(["grad_logits_norm, all heads", *(shown(_last_until(norms, step)) for step in moments)])
     lines = ["", *aligned(rows)] if len(rows) > 1 else []
     if not any(_LOSS.search(tag) for tag in run.scalars):
         lines.append("  no loss was logged: no scalar of this run has `loss` in its name")
@@ -280,12 +253,10 @@ def _all_heads_norm(run: RunData) -> Series | None:
     return Series(table.steps[known], np.sqrt(squares[known]))
 
 
-def _near(points: Series, step: int) -> float:
-    """Return the last value up to a step, or the first of all."""
-    if not len(points.steps):
-        return math.nan
-    at = max(int(np.searchsorted(points.steps, step, side="right")) - 1, 0)
-    return float(points.values[at])
+def _last_until(points: Series, step: int) -> float:
+    """Return the last value up to a step; none that came later, whatever was known by then."""
+    known = int(np.searchsorted(points.steps, step, side="right"))
+    return float(points.values[known - 1]) if known else math.nan
 
 
 def shown(value: float) -> str:

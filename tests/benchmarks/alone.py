@@ -176,11 +176,12 @@ def reading(sizes: Sizes) -> str:
         f"""How to read it: *headline* is what the monitor logs of a forward pass by default, with the factors
         ({names}); *all statistics* are the {len(ALL - GRADIENTS)} of a forward pass; *with gradients* is one look
         that serves both passes. The kernel computes a product, a softmax and a second product. *floor* is the first
-        two alone, on the same tiles: no exact look can be faster. The statistics need some passes over the result as
-        well, the gradients one more product. Memory is the peak of the process above what it held before the look,
-        with no memory of an earlier look at hand; one matrix of T x T takes 1 MiB per head at T 512 and 4096 MiB at T
-        32768. Beyond T {sizes.short_length} time and memory are of the same runs, and *all statistics* are left out,
-        which keeps the whole benchmark short. The error is the largest of any headline statistic or factor, gradients
-        included, of any head (of the first head beyond T {sizes.exact_length}), against a float64 computation that
-        shares no code with the package; inputs are standard normal."""
+        two alone, on the same tiles and by the same operations of torch: what an exact look in plain torch cannot do
+        without. The statistics need some passes over the result as well, the gradients one more product. Memory is
+        the peak of the process above what it held before the look, with no memory of an earlier look at hand; one
+        matrix of T x T takes 1 MiB per head at T 512 and 4096 MiB at T 32768. Beyond T {sizes.short_length} time and
+        memory are of the same runs, and *all statistics* are left out, which keeps the whole benchmark short. The
+        error is the largest of any headline statistic or factor, gradients included, of any head (of the first head
+        beyond T {sizes.exact_length}), against a float64 computation that shares no code with the package; inputs are
+        standard normal."""
     )

@@ -62,9 +62,12 @@ class Totals:
 def counted(entry: Entry, found: Findings) -> Totals:
     """Count what a model has and what was seen of it; what has no softmax is no attention here."""
     pairs = found.pairs
-    missed = sum(1 for words in entry.unseen if words)
     own = len(pairs.reported) + len(pairs.returned) + len(pairs.further)
-    return Totals(1, own + missed, own, missed if found.skipped else 0, len(pairs.extra))
+    # Blank words stand for what has no softmax, and so for no attention; beyond those that are known, any miss counts.
+    missed = sum(1 for words in entry.unseen if words) + max(0, len(pairs.missed) - len(entry.unseen))
+    reasons = list(found.skipped.values())
+    named = sum(1 for words in entry.unseen if words and any(words in reason for reason in reasons))
+    return Totals(1, own + missed, own, min(named, missed), len(pairs.extra))
 
 
 def line(entry: Entry, implementation: str, found: Findings) -> str:

@@ -10,7 +10,8 @@
  *   events(run)                           -> [{step, layer, head, severity, state, message, ...}, ...]
  *   scalar(run, tag)                      -> {steps, values}
  *
- * all as promises. uPlot is expected as a global. Names come from users: they only ever become text nodes.
+ * all as promises, and `fixed: true` where nothing can be added later. uPlot is expected as a global. Names come from
+ * users: they only ever become text nodes.
  */
 
 // ---------------------------------------------------------------------------------------------------------- sources
@@ -51,6 +52,7 @@ export function inlineSource(data) {
     return decoded.get(stored);
   };
   return {
+    fixed: true,
     runs: async () => [...runs.keys()],
     meta: async (run) => runs.get(run).meta,
     frames: async (run, statistic, first, count) => {
@@ -103,8 +105,33 @@ function h(tag, properties = {}, ...children) {
 function format(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "not measured";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
+  return short(value, 4);
+}
+
+/** A number in so many digits, without zeros at their end, and with an exponent rather than many zeros: 1e-4. */
+function short(value, digits) {
+  const rounded = Number(value.toPrecision(digits));
+  return rounded !== 0 && (Math.abs(rounded) < 1e-3 || Math.abs(rounded) >= 1e5) ? rounded.toExponential() : String(rounded);
+}
+
+const times = (value) => `×${short(10 ** value, 3)}`;
+
+/** Part the names of layers into what they share and what tells them apart: "layers.", ["0", "1"], ".attn". */
+export function parted(names) {
+  const parts = names.map((name) => name.split("."));
+  const most = names.length > 1 ? Math.min(...parts.map((one) => one.length)) - 1 : 0; // something has to be left
+  const shared = (at, limit) => {
+    let count = 0;
+    while (count < limit && parts.every((one) => one.at(at(count)) === parts[0].at(at(count)))) count += 1;
+    return count;
+  };
+  const before = shared((count) => count, most);
+  const after = shared((count) => -1 - count, most - before);
+  return {
+    before: parts[0]?.slice(0, before).map((part) => `${part}.`).join("") ?? "",
+    own: parts.map((one) => one.slice(before, one.length - after).join(".")),
+    after: after ? parts[0].slice(-after).map((part) => `.${part}`).join("") : "",
+  };
 }
 
 /** Index of the last entry of a growing list that is not above `value`; -1 if there is none. */
@@ -131,6 +158,7 @@ const VIRIDIS = [
 ];
 const BELOW = [[8, 29, 88], [34, 84, 160], [66, 120, 180]];
 const ABOVE = [[222, 105, 8], [252, 166, 54], [255, 245, 190]];
+const FONT = "11px system-ui, sans-serif";
 const LINES = ["#1f77b4", "#e6780b", "#2a9d3a", "#9467bd", "#b5485d", "#7f7f7f"];
 const FACTORS = [
   ["scale_ratio", "scale·√d_k", "#7f7f7f"],
@@ -220,6 +248,7 @@ class HeatMap {
     this.width = Math.max(1, ...meta.heads);
     this.frame = null;
     this.open = new Map();
+    this.names = parted(meta.layers);
     this.canvas = h("canvas", {
       tabIndex: 0, role: "img",
       onclick: (event) => this.pick(event, true), onmousemove: (event) => this.point(event),
@@ -256,20 +285,24 @@ class HeatMap {
 
   layout() {
     const count = Math.max(1, this.meta.layers.length);
+    const most = Math.max(1, ...[...this.app.maps.values()].map((map) => map.meta.layers.length)); // rows of neighbours level
+    const high = clamp(0.45 * window.innerHeight, 240, 600); // the lines of a head start in the same window
     const room = Math.max(160, this.element.clientWidth - 2);
-    const longest = Math.max(...this.meta.layers.map((layer) => layer.length), 1);
-    this.left = Math.min(7 * longest + 10, Math.floor(room * 0.3), 220);
+    const context = this.canvas.getContext("2d");
+    context.font = FONT;
+    const widest = Math.max(...this.names.own.map((name) => context.measureText(name).width), 24);
+    this.left = Math.min(Math.ceil(widest) + 18, Math.max(60, Math.floor(room * 0.3)), 220);
+    this.labels = this.cut(context, this.left - 18);
     this.cell = {
       width: clamp(Math.floor((room - this.left) / this.width), 2, 36),
-      height: clamp(Math.floor(600 / count), 4, 26),
+      height: clamp(Math.floor(high / most), 4, 26),
     };
-    [this.top, this.bottom] = [7, 18];
+    [this.top, this.bottom] = [26, 18];
     const ratio = window.devicePixelRatio || 1;
     const width = this.left + this.cell.width * this.width + 2;
     const height = this.top + this.cell.height * count + this.bottom;
     Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
     Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
-    const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     return { context, width, height };
   }
@@ -279,20 +312,36 @@ class HeatMap {
     const { meta, cell, left } = this;
     const statistic = this.frame && this.app.describe(meta, this.frame.statistic); // not yet the one just chosen
     context.clearRect(0, 0, width, height);
-    context.font = "11px system-ui, sans-serif";
+    context.font = FONT;
     context.textBaseline = "middle";
-    context.fillStyle = variable(this.app.element, "--muted");
-    const every = Math.ceil(13 / cell.height);
-    meta.layers.forEach((layer, row) => {
-      if (row % every) return;
-      context.textAlign = "right";
-      context.fillText(shortened(context, layer, left - 8), left - 6, this.top + (row + 0.5) * cell.height);
+    const [muted, accent] = ["--muted", "--accent"].map((name) => variable(this.app.element, name));
+    const { selected } = this.app;
+    const row = selected ? meta.layers.indexOf(selected.layer) : -1;
+    const chosen = row >= 0 && selected.head < meta.heads[row];
+    const write = (text, x, y, marked) => {
+      context.fillStyle = marked ? accent : muted;
+      context.font = marked ? `bold ${FONT}` : FONT;
+      context.fillText(text, x, y);
+    };
+    const { before, after } = this.names;
+    context.textAlign = "left";
+    write(cutMiddle(context, before || after ? `layer: ${before}*${after}` : "layer", width - 2), 0, 7);
+    const every = spacing(cell.height, 13);
+    context.textAlign = "right";
+    this.labels.forEach((label, index) => {
+      const hidden = chosen && index !== row && Math.abs(index - row) * cell.height < 13; // the chosen one has its place
+      if ((index % every && !(chosen && index === row)) || hidden) return;
+      write(label, left - 14, this.top + (index + 0.5) * cell.height, chosen && index === row);
     });
-    const stride = [1, 2, 4, 8, 16, 32].find((stride) => stride * cell.width >= 18) || 64;
+    write("head", left - 14, height - this.bottom / 2);
+    const stride = spacing(cell.width, 18);
     context.textAlign = "center";
-    for (let head = 0; head < this.width; head += stride) {
-      context.fillText(String(head), left + (head + 0.5) * cell.width, height - this.bottom / 2);
+    for (let head = 0; head < this.width; head++) {
+      const marked = chosen && head === selected.head;
+      if ((head % stride && !marked) || (chosen && !marked && Math.abs(head - selected.head) * cell.width < 18)) continue;
+      write(String(head), left + (head + 0.5) * cell.width, height - this.bottom / 2, marked);
     }
+    this.canvas.setAttribute("aria-label", this.label(chosen ? row : -1));
     if (!statistic) return;
     const gap = cell.width >= 6 && cell.height >= 6 ? 1 : 0;
     const unknown = variable(this.app.element, "--unknown");
@@ -309,17 +358,26 @@ class HeatMap {
         }
       }
     });
-    for (const [key, severity] of this.open) {
+    for (const [key, { severity }] of this.open) {
       const [layer, head] = key.split(":").map(Number);
       this.frameCell(context, layer, head, severity === "critical" ? "#e000c0" : "#000", 0.5, severity === "critical" ? 2.5 : 2);
       if (severity !== "critical") this.frameCell(context, layer, head, "#fff", 1.5, 1);
     }
-    const selected = this.app.selected;
-    const row = selected ? meta.layers.indexOf(selected.layer) : -1;
-    if (row >= 0 && selected.head < meta.heads[row]) {
-      this.frameCell(context, row, selected.head, variable(this.app.element, "--ink"), -1, 2.5);
+    if (chosen) {
+      const [x, y] = [left + selected.head * cell.width, this.top + row * cell.height];
+      const out = gap ? 0.5 : 2; // around cells too small for corners of their own
+      brackets(context, x - out - gap / 2, y - out - gap / 2, cell.width + 2 * out, cell.height + 2 * out);
+      pointer(context, accent, left - 3, y + cell.height / 2, 1, 0);
+      pointer(context, accent, x + cell.width / 2, this.top - 3, 0, 1);
     }
-    this.canvas.setAttribute("aria-label", this.label(row));
+  }
+
+  /** What tells the layers apart, as long as there is room; where that makes two alike, with the row before it. */
+  cut(context, room) {
+    const { own } = this.names;
+    const cut = own.map((name) => cutMiddle(context, name, room));
+    if (new Set(cut).size === cut.length) return cut;
+    return own.map((name, row) => cutMiddle(context, `${row}: ${name}`, room, 0.75));
   }
 
   frameCell(context, layer, head, style, inset, width) {
@@ -338,8 +396,13 @@ class HeatMap {
   }
 
   words(layer, head) {
+    return `${this.meta.layers[layer]}, head ${head}: ${this.reading(layer, head)}`;
+  }
+
+  /** A head's value, and since when it has which event. */
+  reading(layer, head) {
     const event = this.open.get(`${layer}:${head}`);
-    return `${this.meta.layers[layer]}, head ${head}: ${format(this.value(layer, head))}${event ? `, ${event}` : ""}`;
+    return format(this.value(layer, head)) + (event ? `, ${event.severity} since step ${event.since}` : "");
   }
 
   /** The layer and head under the pointer, or null. */
@@ -358,20 +421,41 @@ class HeatMap {
   point(event) {
     const place = this.under(event);
     const { tip } = this.app;
-    tip.hidden = !place;
-    if (!place) return;
-    tip.textContent = this.words(place.layer, place.head);
+    const text = place ? this.words(place.layer, place.head) : this.named(event);
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = text;
     const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
     tip.style.left = `${Math.max(0, Math.min(event.clientX + 14, room))}px`;
     tip.style.top = `${event.clientY + 16}px`;
   }
 
+  /** The whole name of the layer whose label is under the pointer, or an empty text. */
+  named(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const layer = Math.floor((event.clientY - box.top - this.top) / this.cell.height);
+    return event.clientX - box.left < this.left ? this.meta.layers[layer] ?? "" : "";
+  }
+
   summarise() {
     const statistic = this.app.describe(this.meta, this.app.statistic);
-    this.note.hidden = Boolean(statistic);
+    const [first] = this.meta.steps;
+    const early = first === undefined || this.app.step < first;
+    this.note.hidden = Boolean(statistic) && !early;
     if (!statistic) this.note.textContent = `${this.app.statistic} was not measured in this run.`;
+    if (early) {
+      this.note.textContent = `No observation at or before step ${this.app.step}` +
+        (first === undefined ? "." : `: the first of this run is at step ${first}.`);
+      this.summary.textContent = "";
+      this.summary.classList.remove("alarm");
+      return;
+    }
+    this.summariseStep(statistic);
+  }
+
+  summariseStep(statistic) {
     const counts = { warning: 0, critical: 0 };
-    for (const severity of this.open.values()) counts[severity] += 1;
+    for (const { severity } of this.open.values()) counts[severity] += 1;
     const first = this.app.events.find((event) => event.run === this.meta.name && event.state === "opened");
     const parts = [];
     if (counts.warning + counts.critical) {
@@ -404,16 +488,58 @@ class HeatMap {
   }
 }
 
-/** Cut a name at its front, where the names of layers are alike. */
-function shortened(context, text, room) {
+/** Cut a text in its middle, of which `share` stays at the front. */
+function cutMiddle(context, text, room, share = 0.5) {
   if (context.measureText(text).width <= room) return text;
-  let [low, high] = [0, text.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (context.measureText(`…${text.slice(middle)}`).width <= room) high = middle;
-    else low = middle + 1;
+  for (let kept = text.length - 1; kept > 0; kept--) {
+    const front = Math.ceil(kept * share);
+    const cut = `${text.slice(0, front)}…${text.slice(text.length - (kept - front))}`;
+    if (context.measureText(cut).width <= room) return cut;
   }
-  return `…${text.slice(low)}`;
+  return "…";
+}
+
+/** Every how many cells of this size there is room for a label. */
+const spacing = (cell, room) => [1, 2, 5, 10, 20, 50, 100].find((every) => every * cell >= room) ?? 200;
+
+/** Mark the selected head: corners around it, in a colour that no map and no event has. */
+function brackets(context, x, y, width, height) {
+  const [across, down] = [Math.min(8, width / 3), Math.min(8, height / 3)];
+  context.save();
+  const thick = Math.min(width, height) < 8 ? 1.5 : 2.5;
+  for (const [style, thickness] of [["#00222e", 2 * thick], ["#00e0ff", thick]]) {
+    Object.assign(context, { strokeStyle: style, lineWidth: thickness, lineCap: "square" });
+    context.beginPath();
+    for (const [left, top, right, bottom] of [[x, y, across, down], [x + width, y, -across, down],
+      [x, y + height, across, -down], [x + width, y + height, -across, -down]]) {
+      context.moveTo(left + right, top);
+      context.lineTo(left, top);
+      context.lineTo(left, top + bottom);
+    }
+    context.stroke();
+  }
+  context.restore();
+}
+
+/** The mark of the selected head, for the legend. */
+function selectedKey() {
+  const ratio = window.devicePixelRatio || 1;
+  const canvas = h("canvas", { className: "selected", width: 22 * ratio, height: 18 * ratio });
+  Object.assign(canvas.style, { width: "22px", height: "18px" });
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  brackets(context, 3, 3, 16, 12);
+  return canvas;
+}
+
+/** A small triangle whose tip is at x, y, pointing along (right, down): it finds the head in a map of small cells. */
+function pointer(context, style, x, y, right, down) {
+  context.fillStyle = style;
+  context.beginPath();
+  context.moveTo(x, y);
+  context.lineTo(x - 7 * right - 4 * down, y - 7 * down - 4 * right);
+  context.lineTo(x - 7 * right + 4 * down, y - 7 * down + 4 * right);
+  context.fill();
 }
 
 // ----------------------------------------------------------------------------------------------------------- charts
@@ -440,7 +566,8 @@ function lineChart(app, card, statistic, lines, losses, marks) {
   return chart(app, card, data, {
     series,
     scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1, range }, loss: {} },
-    axes: [axis(app), axis(app, { scale: "y", size: 58 }), axis(app, { scale: "loss", side: 1, size: 48, grid: { show: false } })]
+    axes: [axis(app), axis(app, { scale: "y", size: 58, values: readable }),
+      axis(app, { scale: "loss", side: 1, size: 48, values: readable, grid: { show: false } })]
       .slice(0, losses.length ? 3 : 2),
     marks, threshold,
     read: (index) => lines.map((_, place) => format(data[place + 1][index] ?? NaN)).join(" | "),
@@ -463,24 +590,40 @@ function factorChart(app, card, factors, total, marks) {
     { series: [2 + index, 1 + index], fill: colour, dir: -1 },
     { series: [2 + up.length + index, 1 + up.length + index], fill: colour, dir: 1 },
   ]);
-  const times = (value) => `×${Number((10 ** value).toPrecision(3))}`;
   return chart(app, card, data, {
     series: [{}, ...[...up, ...down].map(() => hidden),
       { scale: "y", stroke: () => variable(app.element, "--ink"), width: 2, points: { show: false } }],
     bands,
-    scales: { x: { time: false }, y: { range: (_, low, high) => (low === null ? [-1, 1] : [Math.min(low, -0.05), Math.max(high, 0.05)]) } },
-    axes: [axis(app), axis(app, { scale: "y", size: 58, values: (_, splits) => splits.map(times) })],
+    scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(low ?? 0, -TWICE), Math.max(high ?? 0, TWICE)] } },
+    axes: [axis(app), axis(app, { scale: "y", size: 58, splits: multiples, values: (_, splits) => splits.map(times) })],
     marks, threshold: null,
     read: (index) => (total.values[index] === null ? "" : `std ${times(total.values[index])} = ` +
       factors.map(({ label, values }) => `${label} ${values[index] === null ? "?" : times(values[index])}`).join(" · ")),
   });
 }
 
+const TWICE = Math.log10(2); // a factor that stays between half and twice its start did not grow
+
+/** Where the axis of a growth is labelled: round multiples, given as logarithms. */
+function multiples(plot, axisIndex, low, high) {
+  const [span, found] = [high - low, []];
+  const mantissas = span < 1 ? [1, 1.5, 2, 3, 5, 7] : span < 2.2 ? [1, 2, 5] : [1];
+  const every = span < 2.2 ? 1 : Math.ceil(span / 8);
+  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
+    if (power % every) continue;
+    found.push(...mantissas.map((mantissa) => power + Math.log10(mantissa)).filter((one) => one >= low - 1e-9 && one <= high + 1e-9));
+  }
+  return found;
+}
+
+/** The labels of an axis; where uPlot leaves one out, on a logarithmic axis, there is null. */
+const readable = (plot, splits) => splits.map((value) => (value === null ? null : short(value, 6)));
+
 const points = (plot, series, first, last) => last - first < 2;
 
 function axis(app, more = {}) {
   return {
-    stroke: () => variable(app.element, "--muted"), font: "11px system-ui, sans-serif", size: 30,
+    stroke: () => variable(app.element, "--muted"), font: FONT, size: 30,
     ...more, grid: { stroke: () => variable(app.element, "--line"), width: 1, ...more.grid },
     ticks: { stroke: () => variable(app.element, "--line"), width: 1, size: 4 },
   };
@@ -565,6 +708,7 @@ class App {
       element, source, frames: new Frames(source), syncKey: `attn-${Math.random()}`,
       names: [], shown: [], metas: new Map(), maps: new Map(), events: [], steps: [],
       statistic: null, step: null, selected: null, loss: undefined, playing: false, plots: [], turn: 0, refreshed: 0, cost: 0,
+      showing: 0, attempt: 0, elsewhere: new Map(),
     });
     element.classList.add("attn");
     this.build();
@@ -583,29 +727,39 @@ class App {
     this.legend = h("div", { className: "legend" });
     this.maps_ = h("div", { className: "maps" });
     this.readout = h("p", { className: "readout", "aria-live": "polite" });
+    this.toLines = h("button", { type: "button", hidden: true, onclick: () => this.detailTitle.scrollIntoView() }, "Its charts ↓");
+    this.causes = h("div", { className: "causes" });
+    this.flat = h("p", { className: "flat" });
+    this.keys = h("p", { className: "keys" });
     this.detailTitle = h("h2", { className: "head" });
     this.charts = h("div", { className: "charts" });
     this.eventList = h("ol", { className: "events" });
     this.eventTitle = h("h2", {}, "Events");
     this.tip = h("div", { className: "tip", hidden: true });
     this.help = h("dialog", { className: "help" }, h("h2", {}, "Keys"),
-      h("dl", {}, ...HELP.flatMap(([keys, meaning]) => [h("dt", {}, keys), h("dd", {}, meaning)])),
+      h("dl", {}, ...HELP.filter(([keys]) => keys !== "r" || !this.source.fixed).flatMap(([keys, meaning]) => [h("dt", {}, keys), h("dd", {}, meaning)])),
       h("form", { method: "dialog" }, h("button", {}, "Close")));
     this.element.replaceChildren(
       h("header", {},
         h("label", {}, "Statistic ", this.statisticSelect), this.playButton,
         h("label", { className: "time" }, "Step ", this.slider), this.stepLabel,
         h("label", {}, "Beside ", this.lossSelect),
-        h("button", { type: "button", title: "Read the runs again (r)", onclick: () => this.refresh() }, "Refresh"),
+        h("button", { type: "button", className: "refresh", title: "Read the runs again (r)", hidden: Boolean(this.source.fixed),
+          onclick: () => this.refresh() }, "Refresh"),
         h("button", { type: "button", title: "Light or dark (d)", onclick: () => this.toggleTheme() }, "Theme"),
         h("button", { type: "button", title: "Keys (?)", onclick: () => this.help.showModal() }, "?")),
-      this.runList, this.banner, h("div", { className: "scale" }, this.definition, this.legend), this.maps_, this.readout,
-      h("div", { className: "below" }, h("section", {}, this.detailTitle, this.charts), h("section", {}, this.eventTitle, this.eventList)),
+      this.runList, this.banner, h("div", { className: "scale" }, this.definition, this.legend), this.maps_,
+      h("div", { className: "status" }, this.readout, this.toLines),
+      h("div", { className: "below" }, h("section", {}, this.detailTitle, this.causes, this.keys, this.charts, this.flat), h("section", {}, this.eventTitle, this.eventList)),
       this.tip, this.help);
     this.element.addEventListener("keydown", (event) => this.key(event));
     document.addEventListener("keydown", (event) => { if (event.target === document.body) this.key(event); });
     window.addEventListener("hashchange", () => this.follow(location.hash));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
+    const watch = new IntersectionObserver(([entry]) => { // charts that a click would change out of sight
+      this.toLines.hidden = entry.isIntersecting || entry.boundingClientRect.top < 0;
+    }, { rootMargin: "0px 0px -120px" });
+    watch.observe(this.detailTitle);
     let waiting = 0;
     new ResizeObserver(() => {
       clearTimeout(waiting);
@@ -629,19 +783,23 @@ class App {
       await this.show(first);
       if (link) this.follow(location.hash);
     });
+    if (this.source.fixed) return;
     setInterval(() => {
       // What takes long to read is read again less often: at most a tenth of the time goes into it.
       if (!document.hidden && performance.now() - this.refreshed > Math.max(29_000, 10 * this.cost)) this.refresh();
     }, 30_000);
   }
 
-  /** Show these runs, loading what is not known yet. */
+  /** Show these runs, loading what is not known yet; a later call overtakes an earlier one. */
   async show(names) {
+    this.showing += 1;
+    const { showing } = this;
+    const stale = () => showing !== this.showing;
+    this.overtake();
     this.shown = this.names.filter((name) => names.includes(name));
     this.listRuns();
     if (!this.shown.length) {
-      this.maps = new Map();
-      this.maps_.replaceChildren();
+      this.empty();
       this.say("No run is chosen.");
       return;
     }
@@ -649,18 +807,49 @@ class App {
     await Promise.all(this.shown.filter((name) => !this.metas.has(name)).map(async (name) => {
       this.metas.set(name, await this.source.meta(name));
     }));
+    if (stale()) return;
     this.buildMaps();
     this.offer();
     await this.paint();
+    if (stale()) return;
     this.element.dataset.ready = "true";
     performance.mark("attn-painted");
-    await this.loadEvents();
+    await this.loadEvents(stale);
+    if (stale()) return;
     if (!this.selected) this.selectWorst();
-    this.detail();
+    await this.detail();
+    if (!stale()) await this.lookElsewhere(stale);
   }
 
-  async loadEvents() {
+  /** Nothing is chosen: nothing of what was may stay. */
+  empty() {
+    this.turn += 1;
+    Object.assign(this, { maps: new Map(), events: [], steps: [], step: null, selected: null });
+    this.maps_.replaceChildren();
+    this.clearCharts();
+    this.detailTitle.replaceChildren();
+    this.listEvents();
+    this.describeSelected();
+    this.charts.dataset.ready = "true";
+  }
+
+  /** Tell which runs that are not shown have events. */
+  async lookElsewhere(stale) {
+    for (const name of this.names) {
+      if (this.shown.includes(name) || this.elsewhere.has(name)) continue;
+      try {
+        this.elsewhere.set(name, (await this.source.events(name)).filter((event) => event.state !== "ended"));
+      } catch {
+        continue; // of a run that nobody asked for; choosing it says what is wrong
+      }
+      if (stale()) return;
+      this.listRuns();
+    }
+  }
+
+  async loadEvents(stale) {
     const found = await Promise.all(this.shown.map(async (run) => (await this.source.events(run)).map((event) => ({ ...event, run }))));
+    if (stale()) return;
     this.events = found.flat().sort((one, other) => one.step - other.step);
     this.listEvents();
     await this.paint();
@@ -682,8 +871,12 @@ class App {
         this.frames.forget(name);
       }
       if (!this.shown.length) return this.show(this.names.slice(0, 4));
+      this.elsewhere.clear();
       this.listRuns();
-      if (!changed) return undefined;
+      if (!changed) {
+        const { showing } = this;
+        return this.lookElsewhere(() => showing !== this.showing);
+      }
       if (atEnd && !this.playing) this.step = null;
       return this.show(this.shown);
     });
@@ -708,15 +901,23 @@ class App {
   // ------------------------------------------------------------------------------------------------------ controls
 
   listRuns() {
+    const focused = [...this.runList.querySelectorAll("input")].find((box) => box === document.activeElement)?.value;
+    const missed = this.names.filter((name) => !this.shown.includes(name) && this.elsewhere.get(name)?.length).length;
+    const count = `${this.shown.length} of ${this.names.length} shown` +
+      (missed ? `; ${missed} of those not shown ${missed === 1 ? "has" : "have"} events` : "");
     this.runList.replaceChildren(...this.names.map((name) => {
-      const box = h("input", { type: "checkbox", checked: this.shown.includes(name), onchange: () => {
+      const box = h("input", { type: "checkbox", value: name, checked: this.shown.includes(name), onchange: () => {
         const names = box.checked ? [...this.shown, name] : this.shown.filter((other) => other !== name);
         this.guard(() => this.show(names));
       } });
       const chip = h("span", { className: "chip" });
       chip.style.background = this.shown.includes(name) ? this.colourOf(name) : "transparent";
-      return h("label", {}, box, chip, name);
-    }));
+      const events = this.shown.includes(name) ? [] : this.elsewhere.get(name) ?? [];
+      const grave = events.some(({ severity }) => severity === "critical");
+      return h("label", {}, box, chip, name, events.length
+        ? h("span", { className: `mark ${grave ? "critical" : "warning"}` }, `⚑ ${plural(events.length, "event")}`) : "");
+    }), h("span", { className: missed ? "count alarm" : "count" }, this.names.length > 1 ? count : ""));
+    if (focused !== undefined) [...this.runList.querySelectorAll("input")].find((box) => box.value === focused)?.focus();
   }
 
   colourOf(run) {
@@ -796,7 +997,7 @@ class App {
       Home: () => this.setStep(this.steps[0]), End: () => this.setStep(this.steps.at(-1)),
       " ": () => this.play(!this.playing), "[": () => turn(-1), "]": () => turn(1),
       p: () => this.jump(-1), n: () => this.jump(1),
-      r: () => this.refresh(), d: () => this.toggleTheme(), "?": () => this.help.showModal(),
+      ...(this.source.fixed ? {} : { r: () => this.refresh() }), d: () => this.toggleTheme(), "?": () => this.help.showModal(),
     };
     if (!(event.key in actions) || !this.shown.length) return;
     event.preventDefault();
@@ -904,10 +1105,10 @@ class App {
     this.legend.append(format(statistic.scale.low), bar, format(statistic.scale.high),
       h("span", { className: "words" }, kind + (statistic.threshold === null ? "" : `, dot: above the limit ${format(statistic.threshold)}`)),
       h("span", { className: "key warning" }), "warning", h("span", { className: "key critical" }), "critical",
-      h("span", { className: "key unknown" }), "not measured");
+      selectedKey(), "selected", h("span", { className: "key unknown" }), "not measured");
   }
 
-  /** Heads with an event that is open at the present step: "layer:head" -> severity. */
+  /** Heads with an event that is open at the present step: "layer:head" -> its severity, and since which step. */
   openEvents(meta) {
     const open = new Map();
     for (const event of this.events) {
@@ -916,7 +1117,7 @@ class App {
       if (layer < 0) continue;
       const key = `${layer}:${event.head}`;
       if (event.state === "ended") open.delete(key);
-      else open.set(key, event.severity);
+      else open.set(key, { severity: event.severity, since: event.step, message: event.message });
     }
     return open;
   }
@@ -956,7 +1157,7 @@ class App {
 
   select({ run, layer, head }) {
     this.selected = { run, layer, head };
-    this.charts.dataset.ready = "false";
+    this.overtake();
     for (const map of this.maps.values()) map.draw();
     this.describeSelected();
     clearTimeout(this.waiting);
@@ -964,62 +1165,132 @@ class App {
   }
 
   describeSelected() {
-    const map = this.selected && this.maps.get(this.selected.run);
-    const row = map ? map.meta.layers.indexOf(this.selected.layer) : -1;
-    this.readout.textContent = row < 0 ? "" : `${map.words(row, this.selected.head)} at step ${this.step}`;
+    const { selected } = this;
+    const map = selected && this.maps.get(selected.run);
+    const having = [...this.maps.values()].map((one) => ({ map: one, row: selected ? one.meta.layers.indexOf(selected.layer) : -1 }))
+      .filter(({ map: one, row }) => row >= 0 && selected.head < one.meta.heads[row]);
+    const own = having.find((one) => one.map === map);
+    this.readout.textContent = !own ? "" : this.maps.size === 1 ? `${map.words(own.row, selected.head)}, shown: step ${this.step}`
+      : `${selected.layer}, head ${selected.head}, shown: step ${this.step} · ` +
+        having.map(({ map: one, row }) => `${one.meta.name}: ${one.reading(row, selected.head)}`).join(" · ");
   }
 
-  /** Load and draw the lines of the selected head in every shown run that has it. */
+  /** Whatever is being drawn is not wanted any more: no chart of it may come after those of the next. */
+  overtake() {
+    this.attempt += 1;
+    this.charts.dataset.ready = "false";
+  }
+
+  clearCharts() {
+    this.plots.forEach(({ plot }) => plot.destroy());
+    this.plots = [];
+    for (const element of [this.charts, this.causes, this.flat, this.keys]) element.replaceChildren();
+  }
+
+  /** Load and draw the lines of the selected head in every shown run that has it; a later call overtakes an earlier one. */
   async detail() {
     clearTimeout(this.waiting);
-    const selected = this.selected;
+    const { selected } = this;
     if (!selected || !globalThis.uPlot) return;
+    this.overtake();
     this.drawing = selected;
-    this.charts.dataset.ready = "false";
+    const { attempt } = this;
+    const stale = () => attempt !== this.attempt;
     const start = performance.now();
-    const stale = () => this.drawing !== selected || this.selected !== selected;
-    const places = this.shown
-      .map((name) => ({ meta: this.metas.get(name), row: this.metas.get(name).layers.indexOf(selected.layer) }))
-      .filter(({ meta, row }) => row >= 0 && selected.head < meta.heads[row]);
-    const losses = [];
     await this.guard(async () => {
-      for (const { meta } of places) {
-        if (!this.loss || !meta.scalars.includes(this.loss)) continue;
-        losses.push({ ...(await this.source.scalar(meta.name, this.loss)), colour: this.colourOf(meta.name) });
+      try {
+        await this.drawDetail(selected, stale);
+      } catch (error) {
+        if (!stale()) throw error;
       }
       if (stale()) return;
-      this.plots.forEach(({ plot }) => plot.destroy());
-      this.plots = [];
-      this.charts.replaceChildren();
-      this.detailTitle.textContent = `${selected.layer}, head ${selected.head}`;
-      const dims = [...new Set(places.map(({ meta, row }) => meta.head_dims[row]).filter((dim) => dim !== null))];
-      if (dims.length) this.detailTitle.append(h("small", {}, ` d_k ${dims.join(", ")}`));
-      if (this.loss) this.detailTitle.append(h("small", {}, ` · dashed: ${this.loss}`));
-      const lines = new Map(places.map(({ meta }) => [meta.name, {}]));
-      const load = async (name) => {
-        await Promise.all(places.map(async ({ meta, row }) => {
-          if (!this.describe(meta, name) || lines.get(meta.name)[name]) return;
-          const found = await this.source.line(meta.name, row, selected.head, [name]);
-          lines.get(meta.name)[name] = found.statistics[name];
-        }));
-      };
-      const names = [...new Set(places.flatMap(({ meta }) => meta.statistics.map((one) => one.name)))];
-      const wanted = [...names.slice(0, 1), ...FACTORS.map(([name]) => name), "qk_std", ...names]
-        .filter((name, index, list) => names.includes(name) && list.indexOf(name) === index);
-      let factorsDrawn = false;
-      for (const name of wanted) {
-        await load(name);
-        if (stale()) return;
-        this.drawLine(name, places, lines, losses);
-        const ready = ["qk_std", ...FACTORS.map(([factor]) => factor)];
-        if (!factorsDrawn && ready.every((one) => !names.includes(one) || [...lines.values()].some((found) => found[one]))) {
-          factorsDrawn = true;
-          for (const { meta } of places) this.drawFactors(meta, lines.get(meta.name));
-        }
-      }
       this.charts.dataset.ready = "true";
       this.cost = performance.now() - start;
     });
+  }
+
+  async drawDetail(selected, stale) {
+    const places = this.shown
+      .map((name) => ({ meta: this.metas.get(name), row: this.metas.get(name)?.layers.indexOf(selected.layer) ?? -1 }))
+      .filter(({ meta, row }) => row >= 0 && selected.head < meta.heads[row]);
+    const losses = [];
+    for (const { meta } of places) {
+      if (!this.loss || !meta.scalars.includes(this.loss)) continue;
+      losses.push({ ...(await this.source.scalar(meta.name, this.loss)), colour: this.colourOf(meta.name) });
+    }
+    const lines = new Map(places.map(({ meta }) => [meta.name, {}]));
+    const load = async (name) => {
+      await Promise.all(places.map(async ({ meta, row }) => {
+        if (!this.describe(meta, name) || lines.get(meta.name)[name]) return;
+        const found = await this.source.line(meta.name, row, selected.head, [name]);
+        lines.get(meta.name)[name] = found.statistics[name];
+      }));
+    };
+    await load("scale_ratio"); // what is said of it stands above the charts
+    if (stale()) return;
+    this.clearCharts();
+    this.detailTitle.textContent = `${selected.layer}, head ${selected.head}`;
+    const dims = [...new Set(places.map(({ meta, row }) => meta.head_dims[row]).filter((dim) => dim !== null))];
+    if (dims.length) this.detailTitle.append(h("small", {}, ` d_k ${dims.join(", ")}`));
+    this.explainLines(places, losses);
+    this.sayCauses(places, lines);
+    const names = [...new Set(places.flatMap(({ meta }) => meta.statistics.map((one) => one.name)))];
+    const parts = ["qk_std", ...FACTORS.map(([factor]) => factor)];
+    // Their places are taken before the rest is drawn, or it would move when they come.
+    const growth = places.filter(({ meta }) => parts.every((name) => this.describe(meta, name)))
+      .map(({ meta }) => ({ meta, card: this.factorCard(meta, endOf(lines.get(meta.name).scale_ratio)) }));
+    const wanted = [...names.slice(0, 1), ...FACTORS.map(([name]) => name), "qk_std", ...names]
+      .filter((name, index, list) => names.includes(name) && list.indexOf(name) === index);
+    for (const name of wanted) {
+      await load(name);
+      if (stale()) return;
+      const found = places.map(({ meta }) => lines.get(meta.name)[name]).filter(Boolean);
+      if (!this.sayFlat(name, found)) this.drawLine(name, places, lines, losses);
+      while (growth.length && parts.every((one) => lines.get(growth[0].meta.name)[one])) {
+        const { meta, card } = growth.shift();
+        this.drawFactors(meta, lines.get(meta.name), card);
+      }
+    }
+  }
+
+  /** What the lines across the charts mean. */
+  explainLines(places, losses) {
+    const key = (style, text) => h("span", { className: "part" }, h("span", { className: `stroke ${style}` }), text);
+    const runs = places.length < 2 ? [] : places.map(({ meta }) => {
+      const chip = h("span", { className: "chip" });
+      chip.style.background = this.colourOf(meta.name);
+      return h("span", { className: "part" }, chip, meta.name);
+    });
+    this.keys.replaceChildren(...runs, key("warning", "warning"), key("critical", "critical"), key("ended", "ended"),
+      key("now", "the step shown"), key("level", "the limit"), ...(losses.length ? [key("loss", this.loss)] : []));
+  }
+
+  /** Why the logits of the selected head are large: the last event of each run, and a scale that is not the usual one. */
+  sayCauses(places, lines) {
+    const said = [];
+    for (const { meta } of places) {
+      const of = this.shown.length > 1 ? `${meta.name}: ` : "";
+      const scale = endOf(lines.get(meta.name).scale_ratio);
+      if (unusual(scale)) said.push(h("p", { className: "alarm scale-off" }, `${of}${scaleWords(scale)}`));
+      const event = this.marks([meta.name]).findLast((one) => one.state !== "ended");
+      if (!event) continue;
+      const last = this.marks([meta.name]).at(-1);
+      const when = `${event.severity} since step ${event.step}${last === event ? "" : `, ended at step ${last.step}`}`;
+      const message = (event.message || "").replace(`step ${event.step}: `, "");
+      said.push(h("p", { className: event.severity }, `${of}${when}${message && ": "}${message}`));
+    }
+    this.causes.replaceChildren(...said);
+  }
+
+  /** Say instead of drawing what is the same throughout; tell whether that was done. */
+  sayFlat(name, found) {
+    const known = found.flatMap(({ values }) => values.filter((value) => value !== null));
+    if (!["nonfinite", "scale_ratio"].includes(name) || !known.length) return false;
+    const [low, high] = [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))];
+    if (name === "nonfinite" ? high > 0 : high > low * 1.005) return false;
+    this.flat.append(this.flat.firstChild ? "; " : "Without a chart: ",
+      name === "nonfinite" ? "nonfinite is 0 throughout" : `scale ratio (scale·√d_k) is ${short(high, 3)} throughout`);
+    return true;
   }
 
   card(title, hint, height, wide = false) {
@@ -1043,8 +1314,22 @@ class App {
     this.plots.push({ plot, card, name });
   }
 
-  drawFactors(meta, lines) {
-    if (!lines.qk_std || FACTORS.some(([name]) => !lines[name])) return;
+  factorCard(meta, scale) {
+    const card = this.card("What grew: the factors of the logit std", "qk_std = scale·√d_k × query norm × key norm × alignment; " +
+      "each band is what a factor has added since the first step, on a logarithmic axis, the line is the whole", 210, true);
+    card.element.dataset.factors = meta.name;
+    card.body.style.minHeight = `${card.height}px`;
+    card.words = h("p", { className: "growth" });
+    card.element.append(unusual(scale) ? h("p", { className: "alarm scale-off" }, scaleWords(scale)) : "", card.words);
+    card.element.querySelector("figcaption").append(...FACTORS.map(([, label, colour]) => {
+      const chip = h("span", { className: "chip" });
+      chip.style.background = colour;
+      return h("span", { className: "part" }, chip, label);
+    }), this.shown.length > 1 ? h("span", { className: "of" }, meta.name) : "");
+    return card;
+  }
+
+  drawFactors(meta, lines, card) {
     const { steps } = lines.qk_std;
     const grown = ({ steps: own, values }) => {
       const at = new Map(own.map((step, index) => [step, values[index]]));
@@ -1052,25 +1337,22 @@ class App {
       return steps.map((step) => (at.get(step) > 0 ? Math.log10(at.get(step) / start) : null));
     };
     const factors = FACTORS.map(([name, label, colour]) => ({ label, colour, steps, values: grown(lines[name]) }));
-    const card = this.card("What grew: the factors of the logit std", "qk_std = scale·√d_k × query norm × key norm × alignment; " +
-      "each band is what a factor has added since the first step, on a logarithmic axis, the line is the whole", 210, true);
-    card.element.dataset.factors = meta.name;
-    card.element.querySelector("figcaption").append(...factors.flatMap(({ label, colour }) => {
-      const chip = h("span", { className: "chip" });
-      chip.style.background = colour;
-      return [h("span", { className: "part" }, chip, label)];
-    }), this.shown.length > 1 ? h("span", { className: "of" }, meta.name) : "");
     const plot = factorChart(this, card, factors, { values: grown(lines.qk_std) }, this.marks([meta.name]));
     this.plots.push({ plot, card, name: "factors" });
     const last = steps.findLastIndex((_, index) => factors.every(({ values }) => values[index] !== null));
     if (last < 0) return;
-    const times = (value) => `×${Number((10 ** value).toPrecision(3))}`;
     const now = (name) => format(lines[name].values[lines[name].steps.indexOf(steps[last])]);
-    card.element.append(h("p", { className: "growth" }, `Step ${steps[0]} to ${steps[last]}: logit std ${times(grown(lines.qk_std)[last] ?? 0)} = ` +
+    card.words.textContent = `Step ${steps[0]} to ${steps[last]}: logit std ${times(grown(lines.qk_std)[last] ?? 0)} = ` +
       factors.map(({ label, values }) => `${label} ${times(values[last])}`).join(" · ") +
-      `. At the end ${now("qk_std")} = ${FACTORS.map(([name, label]) => `${label} ${now(name)}`).join(" · ")}.`));
+      `. At the end ${now("qk_std")} = ${FACTORS.map(([name, label]) => `${label} ${now(name)}`).join(" · ")}.`;
   }
 }
+
+const endOf = (line) => line?.values.findLast((value) => value !== null) ?? null;
+const unusual = (scale) => scale !== null && scale !== undefined && (scale < 0.8 || scale > 1.2);
+const scaleWords = (scale) => `scale·√d_k is ${short(scale, 3)}, textbook 1: ` +
+  (scale > 1 ? "the logits are that many times larger than with the usual 1/√d_k."
+    : "the logits are smaller by that factor than with the usual 1/√d_k.");
 
 function parse(hash) {
   const query = new URLSearchParams(hash.replace(/^#/, ""));
