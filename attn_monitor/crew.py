@@ -20,6 +20,8 @@ MOST_WORKERS = 8
 """Beyond this many, threads would wait for the interpreter's lock rather than compute."""
 WORTH_THREADS = 2**22
 """Entries from which threads gain more than it costs to wake them."""
+_PATIENCE = 10.0
+"""Seconds to wait for a thread to start."""
 Job = Callable[[], None]
 
 
@@ -112,15 +114,38 @@ class _Crews:
         self._known: dict[int, ThreadPoolExecutor] = {}
 
     def of(self, count: int) -> ThreadPoolExecutor:
-        """Return so many threads, which start when they are needed."""
+        """Return so many threads, all of them settled.
+
+        Raises:
+            RuntimeError: If there are no threads to be had.
+        """
         with self._lock:
             if count not in self._known:
-                self._known[count] = ThreadPoolExecutor(count, "attn_monitor", initializer=_settle)
+                self._known[count] = _settled(count)
             return self._known[count]
 
 
 _crews = _Crews()
 _settling = threading.Lock()
+
+
+def _settled(count: int) -> ThreadPoolExecutor:
+    """Return threads that have all settled: one that came later would do so while the user goes on."""
+    pool = ThreadPoolExecutor(count, "attn_monitor", initializer=_settle)
+    there, all_there = threading.Semaphore(0), threading.Event()
+
+    def wait_for_the_others() -> None:  # or an idle thread would take the place of one that has not started
+        there.release()
+        all_there.wait()
+
+    try:
+        for _ in range(count):
+            pool.submit(wait_for_the_others)
+        for _ in range(count):
+            there.acquire(timeout=_PATIENCE)
+    finally:  # whatever happened here, none may wait for ever
+        all_there.set()
+    return pool
 
 
 def _settle() -> None:
