@@ -163,6 +163,8 @@ import torch
 from pytorch_lightning.loggers import CSVLogger
 from attn_monitor import AttentionMonitor
 
+torch.manual_seed(0)
+
 class Model(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -179,7 +181,7 @@ trainer = pl.Trainer(
 )
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
-    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(2, 5, 8)))
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(2, 5, 8) * 0.1))
 print([str(warning.message) for warning in caught if "AttentionMonitor" in str(warning.message)])
 print("attn_logit_std/attn" in open(logger.log_dir + "/metrics.csv").readline())
 """
