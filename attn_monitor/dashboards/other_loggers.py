@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from attn_monitor.dashboards.pictures import Picture
-from attn_monitor.tags import safe_name
+from attn_monitor.tags import EVENTS_FILE, safe_name
 
-EVENTS_FILE = "attn_monitor_events.jsonl"
-"""The file of events in the folder of a run, one JSON object a line."""
 _MLFLOW = "MLFlowLogger"
 _MLFLOW_UNWANTED = r"[^a-zA-Z0-9_.\- /]"
 _MLFLOW_LONGEST = 250

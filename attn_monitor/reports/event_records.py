@@ -10,9 +10,6 @@ from pathlib import Path
 
 from attn_monitor.views import settle
 
-EVENTS_FILE = "attn_monitor_events.jsonl"
-"""One event a line, beside whatever else a logger writes."""
-
 EventRecord = Mapping[str, object]
 
 

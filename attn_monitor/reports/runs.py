@@ -16,7 +16,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.util.tensor_util import make_ndarray
 
 from attn_monitor.reports.event_files import Damage, read_records
-from attn_monitor.reports.event_records import EVENTS_FILE, EventRecord, read_events, worst_first
+from attn_monitor.reports.event_records import EventRecord, read_events, worst_first
+from attn_monitor.tags import EVENTS_FILE
 from attn_monitor.views import RunData, Series, assemble, is_users, series, stages, threshold_of
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)")

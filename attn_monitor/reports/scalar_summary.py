@@ -7,10 +7,11 @@ import re
 import numpy as np
 
 from attn_monitor.catalog import STATISTICS
-from attn_monitor.reports.event_records import EVENTS_FILE, count, event_lines, number, place, worst_first
+from attn_monitor.reports.event_records import count, event_lines, number, place, worst_first
 from attn_monitor.reports.runs import ScalarRun
 from attn_monitor.reports.summary import aligned, losses_and_norms, shown
 from attn_monitor.reports.terminal import printable
+from attn_monitor.tags import EVENTS_FILE
 from attn_monitor.views import Series
 
 _LAYER_TAG = re.compile(r"attn_(?!monitor/)\w+/(?P<layer>.+)")
