@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: help demo test lint format unit slow docs bench zoo screenshots constraints clean
+.PHONY: help demo test lint format unit slow docs bench alarms zoo screenshots constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make lint    ruff format --check, ruff check, mypy --strict"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make bench   measure what the monitor costs, rewrite docs/benchmarks.md (about 15 minutes)"
+	@echo "make alarms  train 200 small models and judge the alarms, rewrite docs/alarms.md (about 30 minutes)"
 	@echo "make zoo     try capture on every architecture in tests/zoo, rewrite docs/coverage.md"
 	@echo "make screenshots  take the pictures of docs/images from what make demo left (needs Chromium)"
 	@echo "make docs    build the documentation into site/"
@@ -55,6 +56,9 @@ docs: .venv/.stamp-docs
 
 bench: .venv/.stamp
 	$(BIN)/python -m tests.benchmarks
+
+alarms: .venv/.stamp
+	$(BIN)/python -m tests.alarms
 
 # LitGPT and vit-pytorch come without what they require, such as torchvision: their models need none of it.
 zoo: .venv/.stamp

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from attn_monitor.callback import AttentionMonitor as AttentionMonitor
     from attn_monitor.capture.observe import observe_attention as observe_attention
     from attn_monitor.capture.observe import observe_logits as observe_logits
+    from attn_monitor.events import AttentionSaturationError as AttentionSaturationError
+    from attn_monitor.events import AttentionWarning as AttentionWarning
+    from attn_monitor.events import SaturationEvent as SaturationEvent
     from attn_monitor.inspection import InspectedAttention as InspectedAttention
     from attn_monitor.inspection import inspect_attention as inspect_attention
     from attn_monitor.probe import AttentionProbe as AttentionProbe
+    from attn_monitor.qk_clip import QKClip as QKClip
     from attn_monitor.records import AttentionStatistics as AttentionStatistics
-    from attn_monitor.saturation import AttentionSaturationError as AttentionSaturationError
-    from attn_monitor.saturation import AttentionWarning as AttentionWarning
-    from attn_monitor.saturation import SaturationEvent as SaturationEvent
     from attn_monitor.saturation import SaturationRule as SaturationRule
 
 __version__ = "0.1.0"
@@ -26,11 +27,12 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "AttentionMonitor": "attn_monitor.callback",
     "AttentionProbe": "attn_monitor.probe",
-    "AttentionSaturationError": "attn_monitor.saturation",
+    "AttentionSaturationError": "attn_monitor.events",
     "AttentionStatistics": "attn_monitor.records",
-    "AttentionWarning": "attn_monitor.saturation",
+    "AttentionWarning": "attn_monitor.events",
     "InspectedAttention": "attn_monitor.inspection",
-    "SaturationEvent": "attn_monitor.saturation",
+    "QKClip": "attn_monitor.qk_clip",
+    "SaturationEvent": "attn_monitor.events",
     "SaturationRule": "attn_monitor.saturation",
     "inspect_attention": "attn_monitor.inspection",
     "observe_attention": "attn_monitor.capture.observe",

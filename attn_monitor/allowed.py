@@ -6,7 +6,8 @@ Axes: B batch, H heads, Q queries, K keys; b batch items, t rows and k columns o
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +42,20 @@ class QualifyingEntries:
     def looked_at(self) -> CallShape:
         """The sizes of what is looked at."""
         return self.shape._replace(queries=self.bits.shape[2])
+
+    def of_heads(self, heads: slice) -> QualifyingEntries:
+        """Return the entries of some of the heads."""
+        bits = self.bits[:, heads]
+        return replace(self, bits=bits, shape=self.shape._replace(heads=bits.shape[1]))
+
+    @classmethod
+    def beside(cls, parts: Sequence[QualifyingEntries]) -> QualifyingEntries:
+        """Put the entries of several calls of one size side by side, all of whose rows are looked at."""
+        first, *others = parts
+        if not others:
+            return first
+        bits = torch.cat([part.bits for part in parts], dim=1)
+        return replace(first, bits=bits, shape=first.shape._replace(heads=bits.shape[1]))
 
     def keep(self, items: slice, heads: slice, rows: slice) -> Tensor:
         """Return 1 for the entries that count and 0 for the others, [b, H, t, K]."""
@@ -115,10 +130,22 @@ def visible_keys(tiled: TiledCall) -> Tensor | None:
     return (torch.arange(shape.keys, device=tiled.device) <= last).expand(shape.batch, shape.heads, shape.keys)
 
 
-def first_visible(visible_BHK: Tensor) -> Tensor:
-    """Return the first key that any query of any head may see, [B]; K if there is none."""
-    keys = visible_BHK.shape[2]
+def first_visible(visible_BHK: Tensor, layers: Sequence[int] = ()) -> Tensor:
+    """Return the first key that any query of any head of a layer may see, [B, 1], or [B, H] with several layers.
+
+    K stands where there is none.
+
+    Args:
+        visible_BHK: Which keys are visible; H may be 1 for what holds for all heads.
+        layers: How many heads each of several layers side by side has.
+    """
+    batch, heads, keys = visible_BHK.shape
     if not keys:
-        return torch.zeros(len(visible_BHK), device=visible_BHK.device, dtype=torch.long)
+        return torch.zeros((batch, 1), device=visible_BHK.device, dtype=torch.long)
+    counts = list(layers) if len(layers) > 1 and heads > 1 else [heads]
     index = torch.arange(keys, device=visible_BHK.device)
-    return torch.where(visible_BHK.any(1), index, keys).amin(-1)
+    found = [
+        torch.where(visible.any(1, keepdim=True), index, keys).amin(-1).expand(-1, visible.shape[1])
+        for visible in visible_BHK.split(counts, dim=1)
+    ]
+    return torch.cat(found, dim=1) if len(counts) > 1 else found[0][:, :1]

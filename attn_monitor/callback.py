@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
+from attn_monitor.cadence import Cadence
 from attn_monitor.capture.naming import Selection
 from attn_monitor.capture.selection import checked_selection
 from attn_monitor.catalog import FACTORS, GRADIENTS, HEADLINE, resolve_statistics
 from attn_monitor.evaluation import PREFIXES, EvaluationHooks
-from attn_monitor.lightning_compat import (
-    accumulating,
-    callbacks_of,
-    log_interval,
-    logged_step,
-    loss_factor,
-    stopping_waits,
-)
-from attn_monitor.notices import Notices, event_lines
+from attn_monitor.events import AttentionWarning, SaturationEvent
+from attn_monitor.flight_recorder import FlightRecorder
+from attn_monitor.judge import EVIDENCE, Judge, Judgement
+from attn_monitor.lightning_compat import accumulating, callbacks_of, log_interval, logged_step, loss_factor
+from attn_monitor.notices import Notices
 from attn_monitor.observer import Observer
 from attn_monitor.probe import AttentionProbe
 from attn_monitor.publishing import Publisher
+from attn_monitor.qk_clip import Clipper, QKClip
 from attn_monitor.records import AttentionStatistics
-from attn_monitor.saturation import (
-    AttentionSaturationError,
-    Changes,
-    SaturationEvent,
-    SaturationRule,
-    SaturationTracker,
-)
+from attn_monitor.response import Action, Responder
+from attn_monitor.saturation import SaturationRule
 from attn_monitor.settings import check_action, check_count, check_flag, check_max_queries, check_stages, describe
+from attn_monitor.tags import CLIPPED_HEADS
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-
-EventHandler = Callable[[Any, Any, Sequence[SaturationEvent]], None]
-"""Called with the trainer, the module and the events."""
-Action = Literal["warn", "stop", "raise"] | EventHandler
 
 _TRAIN = "train"
 _METHODS = {_TRAIN: "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -86,16 +77,26 @@ class AttentionMonitor(EvaluationHooks):
         saturation: When a head counts as saturated.
         on_saturation: What to do beside warning: `"warn"` nothing; `"stop"` stop the training, or `"raise"`
             `AttentionSaturationError`, after the step that made an event critical; or call a function `(trainer,
-            pl_module, events)` with all events that are new or became critical.
+            pl_module, events)` with all events that are new or became critical. An event is critical once the model as
+            a whole passes little gradient through its attention, see docs/events.md.
         stages: Where to observe, of `"train"`, `"validate"`, `"test"` and `"predict"`.
         history_size: How many records `history` keeps.
         custom_scalars: Whether TensorBoard gets a layout for its custom scalars, with a band from mean to worst head
             for every layer. A run has one layout, so a run that has one keeps it.
+        adaptive_steps: While a head is above 80 % of its limit, observe every step: at most so many extra ones in a
+            row, and in the long run one in eleven. 0 for none; with several processes there are none.
+        save_checkpoint: Whether to save a checkpoint when the first head is flagged, and when the first event is
+            critical, in the folder `checkpoints` of the run.
+        flight_recorder: How many observations of every head are kept, with loss, learning rates and gradient norms,
+            and written to the folder of the run at a critical event, an exception, or a loss that is nan or inf; 0 for
+            none.
+        mitigation: `QKClip(...)` to rescale the query and key weights of heads whose logits run away.
 
     Attributes:
         events: Every event so far, oldest first.
         history: The latest training records, `(step, {layer: AttentionStatistics})`, oldest first.
         evaluations: The latest record of each evaluation stage, `{stage: {layer: AttentionStatistics}}`.
+        flight_recorder: The `FlightRecorder`.
 
     Raises:
         ValueError: If an argument is out of its range; on fit start, if `modules` matches no module.
@@ -124,6 +125,10 @@ class AttentionMonitor(EvaluationHooks):
         stages: Iterable[str] = (_TRAIN,),
         history_size: int = 256,
         custom_scalars: bool = False,
+        adaptive_steps: int = 32,
+        save_checkpoint: bool = False,
+        flight_recorder: int = 64,
+        mitigation: QKClip | None = None,
     ) -> None:
         super().__init__()
         modules = checked_selection(modules)
@@ -135,8 +140,15 @@ class AttentionMonitor(EvaluationHooks):
         check_flag("gradients", gradients)
         check_flag("per_call", per_call)
         check_flag("custom_scalars", custom_scalars)
+        check_count("adaptive_steps", adaptive_steps, least=0)
+        check_flag("save_checkpoint", save_checkpoint)
+        check_count("flight_recorder", flight_recorder, least=0)
         if not isinstance(saturation, SaturationRule):
             raise TypeError(f"`saturation` expects a SaturationRule, got {saturation!r}. Write SaturationRule(...).")
+        if mitigation is not None and not isinstance(mitigation, QKClip):
+            raise TypeError(f"`mitigation` expects a QKClip or None, got {mitigation!r}. Write QKClip(...).")
+        if mitigation is not None and max_queries is not None:
+            raise ValueError("`mitigation` needs the largest logit, which `max_queries` does not give. Drop one.")
         self.modules = modules
         self.statistics = resolve_statistics(statistics, HEADLINE)
         self.every_n_steps = every_n_steps
@@ -147,15 +159,20 @@ class AttentionMonitor(EvaluationHooks):
         self.on_saturation = on_saturation
         self.stages = check_stages(stages)
         self.custom_scalars = custom_scalars
+        self.mitigation = mitigation
         if not gradients:
             if statistics is not None and (unmeasured := sorted(self.statistics & GRADIENTS)):
                 raise ValueError(f"`statistics` names {unmeasured}, which gradients=False does not measure.")
             self.statistics -= GRADIENTS
         self.history: deque[tuple[int, Mapping[str, AttentionStatistics]]] = deque(maxlen=history_size)
         self.evaluations: dict[str, Mapping[str, AttentionStatistics]] = {}
-        self._tracker = SaturationTracker(saturation)
         self._notices = Notices()
+        self.flight_recorder = FlightRecorder(flight_recorder, self._notices.add)
+        self._judge = Judge(saturation)
+        self._cadence = Cadence(adaptive_steps)
+        self._responder = Responder(on_saturation, save_checkpoint, self._notices)
         self._restored = False
+        self._resuming = False
         self._state_key = self._generate_state_key(
             modules=describe(modules),
             statistics=sorted(self.statistics),
@@ -165,6 +182,8 @@ class AttentionMonitor(EvaluationHooks):
             on_saturation=describe(on_saturation),
             stages=self.stages,
             history_size=history_size,
+            adaptive_steps=adaptive_steps,
+            mitigation=mitigation,
         )
         self._forget_run()
 
@@ -172,8 +191,8 @@ class AttentionMonitor(EvaluationHooks):
         """Start without anything that belongs to a model, a trainer or a logger."""
         self._observers: dict[str, Observer] = {}
         self._publishers: dict[str, Publisher] = {}
+        self._clipper: Clipper | None = None
         self._module: weakref.ref[LightningModule] | None = None
-        self._first_step: int | None = None
         self._losses = 0
         self._loss_factor = 1.0
 
@@ -192,7 +211,7 @@ class AttentionMonitor(EvaluationHooks):
     @property
     def events(self) -> list[SaturationEvent]:
         """Every event so far, oldest first."""
-        return self._tracker.events
+        return self._judge.tracker.events
 
     @property
     def state_key(self) -> str:
@@ -201,15 +220,21 @@ class AttentionMonitor(EvaluationHooks):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the events and what is remembered of each head, as plain values."""
-        return self._tracker.state_dict()
+        return {
+            **self._judge.state_dict(),
+            "cadence": self._cadence.state_dict(),
+            "flight": self.flight_recorder.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; a state that does not fit is ignored with a warning."""
         try:
-            self._tracker.load_state_dict(state_dict)
-            self._restored = True
+            self._judge.load_state_dict(state_dict)
+            self._cadence.load_state_dict(state_dict["cadence"])
+            self._restored = self._resuming = True
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._notices.add(f"the monitor's state in the checkpoint is ignored: {error}")
+        self.flight_recorder.load_state_dict(state_dict.get("flight", {}))
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -218,16 +243,24 @@ class AttentionMonitor(EvaluationHooks):
         another = self._module is not None and self._module() is not pl_module
         self._forget_run()
         self._notices.forget_said()
+        self._cadence.start()
         if another and not self._restored:
-            self._tracker.forget()
+            self._judge.forget()
+            self._cadence.forget()
+            self.flight_recorder.memory.forget()
         self._module = weakref.ref(pl_module)
         if _TRAIN in self.stages:
             self.start_stage(_TRAIN, trainer, pl_module)
+            self.flight_recorder.start()
+            if self.mitigation is not None:
+                self._clipper = Clipper(self.mitigation, self._observers[_TRAIN].probe)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Observe this batch if its optimizer step is one to log."""
         if _TRAIN in self._observers and self._due(trainer):
             self.start_batch(_TRAIN, trainer)
+            if self._clipper is not None:
+                self._clipper.begin(pl_module)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Note by what Lightning multiplied the loss of this backward pass."""
@@ -239,10 +272,16 @@ class AttentionMonitor(EvaluationHooks):
         """Expect backward passes outside of Lightning, whose loss nothing multiplies."""
         self._loss_factor = 1.0
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Measure the gradients of an observed step, as they are before clipping."""
+        if self._pooling(_TRAIN):
+            self.flight_recorder.keep_gradients(trainer, optimizer)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Leave the model alone again; after the last batch of the optimizer step make the record."""
+        self.flight_recorder.keep_loss(trainer, pl_module, outputs)
         if not self._pooling(_TRAIN):
             return
         self.end_batch(_TRAIN, trainer)
@@ -253,11 +292,20 @@ class AttentionMonitor(EvaluationHooks):
         self._losses = 0
         if record is not None:
             self._audit(_TRAIN, pl_module, record)
-            self.history.append((step, record))
-        statistics = record or {}  # the model-wide tags must exist, or EarlyStopping ends the run
-        changes = self._tracker.update(step, statistics)
-        self._publishers[_TRAIN].publish(trainer, step, statistics, self._tracker.open_heads, changes)
-        self._respond(trainer, pl_module, changes)
+        judgement = self._judged(step, record or {})
+        self._cadence.near = judgement.near and trainer.world_size == 1  # ranks must observe the same steps
+        clipped = self._clip(pl_module, record or {})
+        # The model-wide tags must exist even without a record, or EarlyStopping ends the run.
+        statistics = {layer: stats.only(self._recorded) for layer, stats in (record or {}).items()}
+        if record is not None:
+            self.history.append((step, statistics))
+        self._publishers[_TRAIN].publish(
+            trainer, step, statistics, self._judge.tracker.open_heads, judgement.changes, more=clipped
+        )
+        changed = [*judgement.changes.opened, *judgement.changes.escalated]
+        self.flight_recorder.record(trainer, pl_module, record or {}, self.saturation, changed, self.events)
+        self._cadence.urgent |= self.flight_recorder.wants_next
+        self._responder.respond(trainer, pl_module, judgement, step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop an optimizer step that the end of the epoch cut short."""
@@ -266,10 +314,14 @@ class AttentionMonitor(EvaluationHooks):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of the model."""
         self._discard()
+        self.flight_recorder.finish(trainer, self.saturation, self.events)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind, but for what the flight recorder writes."""
         self._end_run()
+        self.flight_recorder.finish(trainer, self.saturation, self.events, exception)
+        with suppress(AttentionWarning):  # where warnings are errors, the exception is still what the user gets
+            self._notices.say(trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
@@ -291,7 +343,7 @@ class AttentionMonitor(EvaluationHooks):
             probe = AttentionProbe(
                 pl_module,
                 modules=self.modules,
-                statistics=self.statistics | set(FACTORS) | self.saturation.requires,
+                statistics=self._recorded | (EVIDENCE if training else set()),
                 max_queries=self.max_queries,
                 gradients=self.gradients and training,
                 per_call=self.per_call,
@@ -308,7 +360,7 @@ class AttentionMonitor(EvaluationHooks):
                 prefix,
                 self._notices.add,
                 layout=layout,
-                heads=self._tracker.heads if training else None,
+                heads=self._judge.tracker.heads if training else None,
             )
         if not trainer.loggers:
             self._notices.add("the trainer has no logger; events, history and callback_metrics work without one")
@@ -324,6 +376,8 @@ class AttentionMonitor(EvaluationHooks):
         """Stop to observe."""
         if self._pooling(stage):
             self._observers[stage].end()
+            if self._clipper is not None:
+                self._clipper.end()
             self._notices.say(trainer.is_global_zero)
 
     def end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -336,7 +390,8 @@ class AttentionMonitor(EvaluationHooks):
             self.evaluations[stage] = record
         statistics = record or {}
         above = sum(
-            int((self.saturation.ratio(stats) > self.saturation.limit(stats)).sum()) for stats in statistics.values()
+            int((rule.ratio(stats) > rule.limit(stats)).sum())
+            for rule, stats in ((self.saturation.of(layer), stats) for layer, stats in statistics.items())
         )
         self._publishers[stage].publish(trainer, logged_step(trainer), statistics, above)
         self._notices.say(trainer.is_global_zero)
@@ -356,11 +411,30 @@ class AttentionMonitor(EvaluationHooks):
         return f"monitor{number}_"
 
     def _due(self, trainer: Trainer) -> bool:
-        step = logged_step(trainer)
-        if self._first_step is None:
-            self._first_step = step
         every = log_interval(trainer) if self.every_n_steps is None else self.every_n_steps
-        return step == self._first_step or (every > 0 and (step + 1) % every == 0)
+        return self._cadence.due(logged_step(trainer), every)
+
+    def _judged(self, step: int, statistics: Mapping[str, AttentionStatistics]) -> Judgement:
+        """Judge a record, but for the extra one that a resumed fit starts with: an unbroken run would not have it."""
+        resuming, self._resuming = self._resuming, False
+        if resuming and self._cadence.only_first:
+            return Judgement(near=self._cadence.near)
+        return self._judge.take(step, statistics)
+
+    @property
+    def _recorded(self) -> frozenset[str]:
+        """The statistics that records are made of."""
+        return self.statistics | set(FACTORS) | self.saturation.requires
+
+    def _clip(self, pl_module: LightningModule, record: Mapping[str, AttentionStatistics]) -> dict[str, float]:
+        """Rescale the weights of heads whose logits run away, if the user wants that, and return what to log of it."""
+        if self._clipper is None:
+            return {}
+        clipped = self._clipper.apply(pl_module, record)
+        self._notices.add_layers("QK-Clip leaves alone", clipped.refused)
+        self._notices.add_layers("QK-Clip", clipped.notes)
+        self._cadence.urgent |= bool(clipped.waiting)  # their weights are found in the next observed step
+        return {CLIPPED_HEADS: float(len(clipped.heads))}
 
     def _pooling(self, stage: str) -> bool:
         return stage in self._observers and self._observers[stage].pooling
@@ -370,6 +444,8 @@ class AttentionMonitor(EvaluationHooks):
 
     def _discard(self) -> None:
         self._losses = 0
+        if self._clipper is not None:
+            self._clipper.end()
         for observer in self._observers.values():
             observer.discard()
 
@@ -393,28 +469,6 @@ class AttentionMonitor(EvaluationHooks):
             )
         if self._restored and stage == _TRAIN:
             self._restored = False
-            if unknown := sorted(self._tracker.layers - statistics.keys()):
-                self._tracker.forget(unknown)
+            if unknown := sorted(self._judge.tracker.layers - statistics.keys()):
+                self._judge.forget(unknown)
                 self._notices.add(f"the checkpoint remembers layers that this model did not run: {unknown}")
-
-    def _respond(self, trainer: Trainer, pl_module: LightningModule, changes: Changes) -> None:
-        """Warn of new events and do what the user wants done."""
-        affected = [*changes.opened, *changes.escalated]
-        critical = [event for event in affected if event.severity == "critical"]
-        raising = self.on_saturation == "raise" and bool(critical)
-        stopping = self.on_saturation == "stop" and bool(critical) and not trainer.should_stop
-        told = critical if raising or stopping else []
-        lines = event_lines("", [event for event in changes.opened if event not in told], "newly saturated")
-        if stopping:
-            trainer.should_stop = True
-            waits = stopping_waits(trainer)
-            lines += event_lines(
-                f"training stops{f' as soon as {waits} allow it' if waits else ''}, ", critical, "critical"
-            )
-        if lines:
-            self._notices.add("\n".join(lines))
-        self._notices.say(trainer.is_global_zero)
-        if raising:
-            raise AttentionSaturationError(critical)
-        if callable(self.on_saturation) and affected:
-            self.on_saturation(trainer, pl_module, affected)

@@ -219,6 +219,7 @@ def _told(error: BaseException) -> str:
 
 
 def _report(run_dir: Path, output: Path | None, megabytes: float) -> int:
+    from attn_monitor.reports.flight import as_run, newest_flights, summarize_flights
     from attn_monitor.reports.report import check_output, write_report
     from attn_monitor.reports.scalar_summary import summarize_scalars
     from attn_monitor.reports.summary import summarize
@@ -233,7 +234,8 @@ def _report(run_dir: Path, output: Path | None, megabytes: float) -> int:
         raise _CommandError(f"{run_dir} cannot be read: {error.strerror or error}", FAILED) from error
     for note in findings.notes:
         say(f"attn-monitor: {note}", error=True)
-    summaries = [*map(summarize, findings.runs), *map(summarize_scalars, findings.scalar_runs)]
+    flights = summarize_flights(findings.flights)
+    summaries = [*map(summarize, findings.runs), *map(summarize_scalars, findings.scalar_runs), *flights]
     if not summaries:
         raise _CommandError(_nothing(run_dir, findings), FAILED)
     say("\n\n".join(summaries))
@@ -241,11 +243,12 @@ def _report(run_dir: Path, output: Path | None, megabytes: float) -> int:
         say(f"attn-monitor: nothing of attn_monitor in {', '.join(findings.foreign)}", error=True)
     if output is None:
         return 0
-    if not findings.runs:
+    pictured = [*findings.runs, *map(as_run, newest_flights(findings.flights))]
+    if not pictured:
         say("attn-monitor: no HTML file: these runs stored no single heads, and a page shows heads", error=True)
         return 0
     try:
-        left_out = write_report(output, findings.runs, "\n\n".join(summaries), megabytes=megabytes)
+        left_out = write_report(output, pictured, "\n\n".join(summaries), flights, megabytes=megabytes)
     except OSError as error:
         raise _CommandError(
             f"{output} cannot be written ({error.strerror or error}); choose another with --output", FAILED

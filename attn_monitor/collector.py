@@ -5,31 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_monitor.allowed import QualifyingEntries
 from attn_monitor.capture.naming import CallSite
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.catalog import GRADIENTS
+from attn_monitor.looks import GradScale, Looks, PendingEntries
 from attn_monitor.placement import Placement
-from attn_monitor.pooling import LayerRows, PoolingQueue
 from attn_monitor.records import AttentionCall
-from attn_monitor.statistics import attention_rows, softmax_rows
 from attn_monitor.sums import AttentionSums
 from attn_monitor.taps import ChangedInPlaceError, GradientTaps, can_wait, saving
 from attn_monitor.unseen import unseen
-from attn_monitor.workspace import Workspaces
 
 NO_BACKWARD = (
     "gradients not measured: no backward pass reached it while the probe was attached; it belongs inside the with block"
 )
 _MOST_FIRST_PASSES = 1000
 """Calls without a graph that are remembered: more than any checkpointed step has, and a bound where there is none."""
-GradScale: TypeAlias = "float | Callable[[], float | Tensor]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +56,10 @@ class Collector:
         per_call: bool,
         grad_scale: GradScale,
     ) -> None:
-        self._statistics = statistics
-        self._max_queries = max_queries
         self._gradients = gradients and bool(statistics & GRADIENTS)
         self._per_call = per_call
-        self._grad_scale = grad_scale
-        # Rows are sampled without touching the random numbers of the run.
-        self._generator = torch.Generator().manual_seed(20240521)
         self.placement = Placement()
+        self.on_call: Callable[[str, AttentionCall], None] | None = None
         self._counts: dict[Hashable, int] = {}
         self.sums: dict[str, AttentionSums] = {}
         self._order: dict[str, None] = {}
@@ -82,16 +74,14 @@ class Collector:
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
         self._merging = threading.Lock()
-        self._spaces = Workspaces()
-        self._queue = PoolingQueue[tuple[Hashable, "float | Tensor"]](self._pooled, self._not_pooled)
-        self._taps = GradientTaps(
-            self._deliver,
-            self._gradient_failed,
-            statistics=statistics,
-            spaces=self._spaces,
+        self._looks = Looks(
+            statistics,
             max_queries=max_queries,
-            generator=self._generator,
+            grad_scale=grad_scale,
+            deliver=self._place,
+            failed=self._not_measured,
         )
+        self._taps = GradientTaps(self._looks, self._gradient_failed)
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -124,13 +114,13 @@ class Collector:
             self.settle()
         finally:  # also where the user interrupts it
             self._taps.remove()
-            self._spaces.clear()
+            self._looks.free()
             self._ended = True
 
     def reset(self) -> None:
         """Forget what was collected; what was discovered stays."""
         self._taps.remove()
-        self._queue.clear()
+        self._looks.clear()
         self.sums.clear()
         self._order.clear()
         self._skipped.clear()
@@ -155,6 +145,8 @@ class Collector:
     def after(self, sighting: Sighting, out: Tensor) -> None:
         """Take a call that has run."""
         if (found := self.placement.place()) is not None:
+            if self.on_call is not None:
+                self.on_call(found[0], sighting.call)
             self._take(*found, sighting, out)
 
     def unmeasured(self, reason: str) -> None:
@@ -209,7 +201,7 @@ class Collector:
             target = _Unplaced(record, _fingerprint(sighting))
         tapped = self._gradients and sighting.differentiable and where != "recomputation"
         forward = isinstance(target, str) and not recomputed
-        entries: QualifyingEntries | None = None
+        entries: PendingEntries | None = None
         waits = forward and tapped and where == "graph" and can_wait(sighting, out)
         if isinstance(target, str) and forward:
             self._order.setdefault(target)
@@ -217,8 +209,10 @@ class Collector:
             if sighting.note:
                 self._notes[target] = sighting.note
             if not waits:
-                bits = tapped and where == "graph" and sighting.logits is not None
-                entries = self._measure_now(target, sighting.call, bits)
+                if tapped and where == "graph" and sighting.logits is not None:
+                    entries = self._looks.look_at_softmax(target, sighting.call)
+                else:
+                    self._looks.look(target, sighting.call)
         if tapped:
             if isinstance(target, str):
                 self._tapped[target] = None
@@ -226,16 +220,6 @@ class Collector:
             self._taps.tap(
                 target, (record, site), sighting, out, recomputed_later=later, forward=waits, entries=entries
             )
-
-    def _measure_now(self, record: str, call: AttentionCall, bits: bool) -> QualifyingEntries | None:
-        """Measure a forward pass; return what the gradients of a softmax will need if that is wanted."""
-        sample = (self._max_queries, self._generator)
-        if not bits:
-            self._deliver(record, attention_rows(call, self._statistics, *sample, spaces=self._spaces))
-            return None
-        rows, entries = softmax_rows(call, self._statistics, *sample, spaces=self._spaces)
-        self._deliver(record, rows)
-        return entries
 
     def _has_gradients(self, record: str) -> bool:
         return record not in self.sums or bool(self.sums[record].measured & GRADIENTS)
@@ -249,22 +233,6 @@ class Collector:
             before = self.sums.get(record)
             self.sums[record] = sums if before is None else before.merge(sums)
 
-    def _deliver(self, record: Hashable, found: LayerRows | AttentionSums) -> None:
-        scale: float | Tensor = 1.0
-        if isinstance(found, AttentionSums) or found.wanted.gradients:  # its value now is that of this backward pass
-            scale = self._grad_scale() if callable(self._grad_scale) else self._grad_scale
-        if isinstance(found, AttentionSums):
-            self._place(record, found.divided_gradients(scale))
-        else:
-            self._queue.put((record, scale), found)
-
-    def _pooled(self, key: tuple[Hashable, float | Tensor], sums: AttentionSums) -> None:
-        record, scale = key
-        self._place(record, sums.divided_gradients(scale))
-
-    def _not_pooled(self, key: tuple[Hashable, float | Tensor], error: Exception) -> None:
-        self._gradient_failed(key[0], error)
-
     def _place(self, record: Hashable, sums: AttentionSums) -> None:
         if isinstance(record, _Unplaced):
             self._unplaced.append((record, sums))
@@ -275,7 +243,7 @@ class Collector:
         """Measure what still waits and place what the backward pass could not. This may wait for the device."""
         with unseen():
             lost_records = self._taps.finish()
-            self._queue.empty()
+            self._looks.empty()
         for lost in lost_records:
             self._notes[str(lost)] = (
                 "gradients not measured: the checkpointed region was not recomputed where it is seen"
@@ -309,10 +277,14 @@ class Collector:
             self._fail(record, error)
 
     def _gradient_failed(self, record: Hashable, error: Exception) -> None:
-        self._queue.empty()
-        if isinstance(error, ChangedInPlaceError) and isinstance(record, str) and record in self.sums:
-            self._ungraded[record] = f"gradients not measured: {error}"  # those of other calls would be half the truth
-            return
+        if isinstance(error, ChangedInPlaceError) and isinstance(record, str):
+            self._looks.empty()
+            if record in self.sums:  # those of other calls would be half the truth
+                self._ungraded[record] = f"gradients not measured: {error}"
+                return
+        self._not_measured(record, error)
+
+    def _not_measured(self, record: Hashable, error: Exception) -> None:
         self._fail(record.record if isinstance(record, _Unplaced) else str(record), error)
 
     def _fail(self, record: str, error: Exception) -> None:

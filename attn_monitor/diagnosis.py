@@ -1,66 +1,106 @@
-"""Why the logits of a head are large, in words: the factors of qk_std = scale_ratio * q_rms * k_rms * alignment."""
+"""Why the logits of a head are large, and what people do about it, in words."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-FACTORS = ("scale_ratio", "q_rms", "k_rms", "alignment", "qk_std", "logit_row_std", "logit_max")
-"""The per-head numbers an explanation may use."""
+from attn_monitor.growth import GROWN, PRODUCT, REST, grown_factors, growth
+
+FACTORS = (*PRODUCT, "qk_std", "logit_row_std", "logit_max")
+"""The per-head numbers a diagnosis may use."""
 
 SAFE_SCALE = (0.8, 1.2)
 """Where the literature finds scale * sqrt(d_k) harmless."""
-_GROWN = 1.25
+SINK = 0.5
+"""A head that has more of its probability than this on the first key, or on a learned sink, rests on a sink."""
 _NEAR = 0.1
+_MATTERS = 0.05
+"""Shares of a growth below this are not listed."""
+
+NORMS = "lower the learning rate or warm up longer; QK-norm, QK-clip, or weight decay on W_q and W_k"
+DIRECTIONS = "lower the learning rate or warm up longer; a logit softcap"
+ADDED = "look at the bias or the mask that is added to the logits; a logit softcap"
+SCALE = "restore the scale 1/sqrt(d_k)"
+LEARNED_SCALE = "bound the learned scale, or lower its learning rate"
+PRECISION = "QK-norm or a logit softcap; until then keep the logits and the softmax in float32"
+BROKEN = "look at the inputs and the step before; keep the logits and the softmax in float32"
+_REMEDIES = {"scale_ratio": LEARNED_SCALE, "q_rms": NORMS, "k_rms": NORMS, "alignment": DIRECTIONS, REST: ADDED}
+_LABELS = {
+    "scale_ratio": "the scale",
+    "q_rms": "q_rms",
+    "k_rms": "k_rms",
+    "alignment": "the alignment of q and k",
+    REST: "what is added to scale * q.k (bias, row offsets)",
+}
 
 
-def explain(now: Mapping[str, float], first: Mapping[str, float], *, since: int, head_dim: int | None) -> str:
-    """Return the likely cause of large logits, empty if nothing is known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What is known about large logits; empty texts where nothing is.
+
+    Attributes:
+        cause: The likely cause.
+        remedy: What people do about it.
+        shares: The share of each factor in the growth since the baseline, see `attn_monitor.growth`.
+    """
+
+    cause: str = ""
+    remedy: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def diagnose(
+    now: Mapping[str, float],
+    first: Mapping[str, float],
+    *,
+    since: int,
+    head_dim: int | None,
+    sink_mass: float | None = None,
+    say_shares: bool = True,
+) -> Diagnosis:
+    """Return why a head's logits are large.
 
     Args:
         now: The head's factors in this observation; missing ones are unknown.
         first: Its factors at its first observation.
         since: The step of that first observation.
         head_dim: D of query and key.
+        sink_mass: The probability on the first key and a learned sink.
+        say_shares: Whether the cause names the shares of the factors.
     """
-    grown = _growth(now, first)
-    clauses = [_scale_clause(now, head_dim)] if "scale_ratio" not in grown else []
+    factors = grown_factors(now, first)
+    grown = {name: by for name, by in factors.items() if by >= GROWN}
+    whole = growth(now, first)
+    shares = dict(whole.shares) if whole is not None else {}
+    scale = "" if "scale_ratio" in grown else scale_in_words(now.get("scale_ratio"), head_dim)
+    clauses, remedies = ([scale], [SCALE]) if scale else ([], [])
     if grown:
-        name = max(grown, key=lambda factor: grown[factor])
-        clauses.append(f"{_LABELS[name]} grew {grown[name]:.3g}x since step {since}")
-    elif not any(clauses):
-        clauses.append(_largest_clause(now))
-    cause = ", and ".join(clause for clause in clauses if clause)
-    return f"likely cause: {cause}" if cause else ""
+        most = max(grown, key=lambda name: grown[name])
+        clauses.append(_growth_clause(grown, most, shares if say_shares else {}, since))
+        remedies.append(_REMEDIES[most])
+    elif not scale and (largest := _largest(now)):
+        clauses.append(f"{_LABELS[largest]} is {now[largest]:.3g} (usual: about 1)")
+        remedies.append(_REMEDIES[largest])
+    if sink_mass is not None and sink_mass > SINK:
+        clauses.append(f"the head rests on a sink, the first key has {sink_mass:.0%} of its probability")
+    cause = f"likely cause: {', and '.join(clauses)}" if clauses else ""
+    return Diagnosis(cause=cause, remedy=remedies[0] if remedies else "", shares=shares)
 
 
-_LABELS = {
-    "scale_ratio": "the scale",
-    "q_rms": "q_rms",
-    "k_rms": "k_rms",
-    "alignment": "the alignment of q and k",
-    "rest": "what is added to scale * q.k (bias, row offsets)",
-}
+def explain(now: Mapping[str, float], first: Mapping[str, float], *, since: int, head_dim: int | None) -> str:
+    """Return the likely cause of large logits alone, without shares, see `diagnose`."""
+    return diagnose(now, first, since=since, head_dim=head_dim, say_shares=False).cause
 
 
-def _growth(now: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-    """Return by what each factor grew, of those that clearly did."""
-    later, earlier = _with_rest(now), _with_rest(first)
-    ratios = {name: later[name] / earlier[name] for name in _LABELS if later.get(name) and earlier.get(name)}
-    return {name: ratio for name, ratio in ratios.items() if ratio >= _GROWN}
+def scale_in_words(ratio: float | None, head_dim: int | None) -> str:
+    """Name a scale above the safe range; empty for one that cannot make logits large.
 
-
-def _with_rest(factors: Mapping[str, float]) -> dict[str, float]:
-    """Add the fifth factor, what bias, softcap and row offsets make of the products."""
-    known = dict(factors)
-    if known.get("qk_std") and "logit_row_std" in known:
-        known["rest"] = known["logit_row_std"] / known["qk_std"]
-    return known
-
-
-def _scale_clause(now: Mapping[str, float], head_dim: int | None) -> str:
-    """Name a scale above the safe range; one below it cannot make logits large."""
-    ratio = now.get("scale_ratio")
+    Example:
+        >>> scale_in_words(8.0, 64), scale_in_words(2.0, 64), scale_in_words(1.1, 64)
+        ('the scale 1/sqrt(d_k) is missing', 'the scale is 2x 1/sqrt(d_k)', '')
+    """
     if ratio is None or abs(ratio) <= SAFE_SCALE[1]:
         return ""
     if head_dim is not None and head_dim > 1:
@@ -73,10 +113,18 @@ def _scale_clause(now: Mapping[str, float], head_dim: int | None) -> str:
     return f"the scale is {ratio:.3g}x 1/sqrt(d_k)"
 
 
-def _largest_clause(now: Mapping[str, float]) -> str:
-    """Name the factor furthest above its usual value of about 1."""
-    sizes = {name: now[name] for name in ("q_rms", "k_rms", "alignment") if now.get(name, 0) > _GROWN}
-    if not sizes:
-        return ""
-    name = max(sizes, key=lambda factor: sizes[factor])
-    return f"{_LABELS[name]} is {sizes[name]:.3g} (usual: about 1)"
+def _growth_clause(grown: Mapping[str, float], most: str, shares: Mapping[str, float], since: int) -> str:
+    """Name what grew most, by what, and which other factors took part in the growth."""
+    text = f"{_LABELS[most]} grew {grown[most]:.3g}x since step {since}"
+    parts = [(name, share) for name, share in shares.items() if share >= _MATTERS]
+    complete = abs(sum(shares.values()) - 1) < _MATTERS
+    if not complete or len(parts) < 2:
+        return text
+    listed = sorted(parts, key=lambda part: -part[1])
+    return f"{text} ({', '.join(f'{name} {share:.0%}' for name, share in listed)} of the growth)"
+
+
+def _largest(now: Mapping[str, float]) -> str:
+    """Return the factor furthest above its usual value of about 1, empty if none is."""
+    sizes = {name: now[name] for name in ("q_rms", "k_rms", "alignment") if now.get(name, 0) > GROWN}
+    return max(sizes, key=lambda factor: sizes[factor], default="")

@@ -90,6 +90,16 @@ def stopping_waits(trainer: Trainer) -> str:
     return " and ".join(f"{name}={value}" for name, value in limits.items() if value)
 
 
+def any_rank(trainer: Trainer, flag: bool) -> bool:
+    """Tell whether a flag is up on any rank; every rank has to ask."""
+    return bool(trainer.strategy.reduce_boolean_decision(flag, all=False)) if trainer.world_size > 1 else flag
+
+
+def run_directory(trainer: Trainer) -> str:
+    """Return the folder of the run, the same on every rank: that of the first logger, or the trainer's root."""
+    return trainer.log_dir or trainer.default_root_dir
+
+
 def callbacks_of(trainer: Trainer) -> list[Any]:
     """Return the callbacks of a trainer, which its class does not declare."""
     callbacks: list[Any] = vars(trainer)["callbacks"]

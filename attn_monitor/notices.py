@@ -5,10 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
-from attn_monitor.saturation import AttentionWarning, SaturationEvent
-
-_LISTED = 20
-"""How many heads one warning lists at most."""
+from attn_monitor.events import AttentionWarning, SaturationEvent, listed
 
 
 class Notices:
@@ -47,9 +44,5 @@ class Notices:
 
 def event_lines(start: str, events: Sequence[SaturationEvent], what: str) -> list[str]:
     """Return the lines of a warning of events, the worst heads first."""
-    if not events:
-        return []
-    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
-    more = [f"  and {len(worst) - _LISTED} more, all in `monitor.events`"] if len(worst) > _LISTED else []
-    noun = "head is" if len(worst) == 1 else "heads are"
-    return [f"{start}{len(worst)} {noun} {what}:", *(f"  {event}" for event in worst[:_LISTED]), *more]
+    noun = "head is" if len(events) == 1 else "heads are"
+    return [f"{start}{len(events)} {noun} {what}:", *listed(events)] if events else []

@@ -130,7 +130,7 @@ def fill_rows(
         tiled: The call.
         wanted: What is wanted of them.
         spaces: Where to compute.
-        first: The first visible key of each batch item, [B].
+        first: The first visible key of each batch item, [B, 1] or [B, H].
         squares: Where the sizes of the keys go.
         grad_output: The gradient of the output, [B, H, Q, V], with all rows of the call.
         notes: Who else wants to know what is blocked in each tile.
@@ -141,9 +141,9 @@ def fill_rows(
     def look(items: slice, heads: slice, part: TiledCall, tile: Tile) -> None:
         work = spaces.at(tiled.device, tiled.dtype)
         grad = None if grad_output is None else grad_output[items, heads, tile.rows]
-        first_b = None if first is None else first[items]
+        first_bH = None if first is None else first[items, heads if first.shape[1] > 1 else slice(None)]
         blocked = part.blocked(tile, work)
-        _look(part, tile, blocked, wanted, work, rows.window(items, heads, tile.rows), first_b, grad)
+        _look(part, tile, blocked, wanted, work, rows.window(items, heads, tile.rows), first_bH, grad)
         for note in notes:
             note(items, heads, tile, blocked)
 
@@ -241,12 +241,12 @@ def _spread_probabilities(probs: Tensor, work: Workspace, out: Mapping[str, Tens
         torch.sub(top.pow(3), cubes, out=out["rest3"])
 
 
-def _at_first_key(probs_bHtk: Tensor, first_b: Tensor) -> Tensor:
+def _at_first_key(probs_bHtk: Tensor, first_bH: Tensor) -> Tensor:
     """Return the entries of each batch item's first visible key, 0 where it lies beyond the tile's columns."""
     columns = probs_bHtk.shape[-1]
-    inside = first_b < columns
-    index = first_b.clamp(max=columns - 1)[:, None, None, None].expand(*probs_bHtk.shape[:3], 1)
-    return probs_bHtk.gather(-1, index)[..., 0] * inside[:, None, None]
+    inside = first_bH < columns
+    index = first_bH.clamp(max=columns - 1)[:, :, None, None].expand(*probs_bHtk.shape[:3], 1)
+    return probs_bHtk.gather(-1, index)[..., 0] * inside[:, :, None]
 
 
 def _gradients(

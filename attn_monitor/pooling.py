@@ -8,10 +8,8 @@ Axes: B batch, H query heads of one layer, Q queries; N heads of several layers.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +20,6 @@ from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
 from attn_monitor.sums import AttentionSums, LayerFacts
 from attn_monitor.tiles import TiledCall, per_head
-
-KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +68,14 @@ class LayerRows:
     def heads(self) -> int:
         """The number of query heads H."""
         return self.keys.shape[1]
+
+    def of_heads(self, heads: slice) -> LayerRows:
+        """Return the rows of some of the heads."""
+        scales, sinks, padding = (
+            None if tensor is None else tensor[..., heads] for tensor in (self.scales, self.sinks, self.padding)
+        )
+        rows, keys = self.rows.of_heads(heads), self.keys[:, heads]
+        return replace(self, rows=rows, keys=keys, scales=scales, sinks=sinks, padding=padding)
 
     @property
     def alike(self) -> Hashable:
@@ -168,54 +172,3 @@ def _divided(values: Tensor, scale: Tensor | None, power: int) -> Tensor:
 def _beside(tensors: Sequence[Tensor | None]) -> Tensor | None:
     known = [tensor for tensor in tensors if tensor is not None]
     return torch.cat(known, dim=-1) if known else None
-
-
-class PoolingQueue(Generic[KeyT]):
-    """Keeps the rows of layers until they are worth pooling together.
-
-    Args:
-        deliver: Takes what was put beside the rows, and their sums.
-        failed: Takes what was put beside the rows, and the error if they can't be pooled.
-    """
-
-    MOST_VALUES = 2**19
-    """How many values of rows may wait: 2 MiB."""
-
-    def __init__(
-        self, deliver: Callable[[KeyT, AttentionSums], None], failed: Callable[[KeyT, Exception], None]
-    ) -> None:
-        self._deliver = deliver
-        self._failed = failed
-        self._waiting: list[tuple[KeyT, LayerRows]] = []
-        self._values = 0
-        self._lock = threading.RLock()
-
-    def put(self, key: KeyT, layer: LayerRows) -> None:
-        """Take the rows of a layer."""
-        with self._lock:
-            self._waiting.append((key, layer))
-            self._values += layer.rows.values
-            if self._values > self.MOST_VALUES:
-                self.empty()
-
-    def empty(self) -> None:
-        """Pool and deliver what waits."""
-        with self._lock:
-            waiting, self._waiting, self._values = self._waiting, [], 0
-        try:
-            found = pooled([layer for _, layer in waiting])
-        except Exception:  # which of them it was will show
-            found = []
-        for number, (key, layer) in enumerate(waiting):
-            self._hand_over(key, layer, found[number] if found else None)
-
-    def clear(self) -> None:
-        """Forget what waits."""
-        with self._lock:
-            self._waiting, self._values = [], 0
-
-    def _hand_over(self, key: KeyT, layer: LayerRows, sums: AttentionSums | None) -> None:
-        try:
-            self._deliver(key, sums or pooled([layer])[0])
-        except Exception as error:
-            self._failed(key, error)

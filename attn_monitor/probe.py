@@ -21,9 +21,10 @@ from attn_monitor.capture.observe import unwatch, watch
 from attn_monitor.capture.ownership import ModuleTracker
 from attn_monitor.capture.selection import checked_selection, select_modules
 from attn_monitor.catalog import resolve_statistics
-from attn_monitor.collector import Collector, GradScale
+from attn_monitor.collector import Collector
+from attn_monitor.looks import GradScale
 from attn_monitor.metric import AttentionMetric
-from attn_monitor.records import AttentionStatistics
+from attn_monitor.records import AttentionCall, AttentionStatistics
 from attn_monitor.settings import check_flag, check_max_queries
 
 NOTHING_CALLED = (
@@ -175,6 +176,10 @@ class AttentionProbe:
     def owner(self, record: str) -> nn.Module | None:
         """Return the module a record belongs to; `None` for what the user showed."""
         return self._placement.owners.get(record.partition("@")[0].partition("#")[0])
+
+    def show_calls(self, to: Callable[[str, AttentionCall], None] | None) -> None:
+        """Have every call shown with its record, in the forward pass; `None` ends that. `to` must not raise."""
+        self._collector.on_call = to
 
     def check_modules(self) -> None:
         """Raise `ValueError` if the selection of modules matches none of the model's."""

@@ -15,8 +15,9 @@ from attn_monitor.dashboards.tables import Rows, Snapshot, event_records
 from attn_monitor.dashboards.tensorboard import Dashboard
 from attn_monitor.lightning_compat import callback_metrics
 from attn_monitor.records import AttentionStatistics
-from attn_monitor.saturation import Changes, SaturationRule
+from attn_monitor.saturation import SaturationRule
 from attn_monitor.tags import PICTURES
+from attn_monitor.tracking import Changes
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -73,6 +74,7 @@ class Publisher:
         statistics: Mapping[str, AttentionStatistics],
         saturated: int,
         changes: Changes | None = None,
+        more: Mapping[str, float] | None = None,
     ) -> None:
         """Publish a record.
 
@@ -82,12 +84,14 @@ class Publisher:
             statistics: The record.
             saturated: How many heads are saturated.
             changes: What the record changed.
+            more: Other model-wide numbers, by tag.
         """
         changes = Changes() if changes is None else changes
         changed = bool(changes.opened or changes.escalated or changes.ended)
         tags: dict[str, float] = {}
         with self._surviving("making the scalars"):
             tags = scalars(statistics, self._chosen, self._rule, saturated, self._prefix)
+            tags |= {f"{self._prefix}{tag}": value for tag, value in (more or {}).items()}
             values = torch.tensor(list(tags.values()), dtype=torch.float32, device="cpu")
             callback_metrics(trainer).update(zip(tags, values.unbind(), strict=True))
         if not trainer.is_global_zero:

@@ -6,12 +6,14 @@ key, V head dimension of the value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from attn_monitor.catalog import STATISTICS
 
 FLOAT16_MAX = 65504.0
 
@@ -56,6 +58,8 @@ class AttentionCall:
     """D where it is known (always with `query`)."""
     padding: Tensor | None = None
     """[B, 1, Q, 1], True where a query is none: its row, which the masks must block, is not counted as masked."""
+    layers: tuple[int, ...] = ()
+    """How many heads each of several calls has that lie side by side, empty for a single one."""
     dropout: bool = False
     """Dropout on the probabilities inside a fused kernel: gradients are then approximate."""
 
@@ -151,6 +155,13 @@ class AttentionStatistics:
         """
         known = [extremum.abs() for extremum in (self.logit_max, self.logit_min) if extremum is not None]
         return torch.stack(known).amax(0) / FLOAT16_MAX if known else None
+
+    def only(self, names: Collection[str]) -> AttentionStatistics:
+        """Return the record without the statistics that are not named."""
+        others = (name for name in STATISTICS if name not in names)
+        gone: dict[str, Any] = {name: None for name in others if getattr(self, name) is not None}
+        errors = {name: error for name, error in self.standard_error.items() if name in names}
+        return replace(self, **gone, standard_error=errors) if gone else self
 
     def measured(self) -> dict[str, Tensor]:
         """Return the per-head tensors that were measured, by field name."""

@@ -73,6 +73,12 @@ class RowValues:
         whole._fill(parts[0]._names, torch.cat([part._memory for part in parts], dim=2), parts[0]._weights)
         return whole
 
+    def of_heads(self, heads: slice) -> RowValues:
+        """Return the rows of some of the heads."""
+        some = object.__new__(type(self))
+        some._fill(self._names, self._memory[:, :, heads], self._weights)
+        return some
+
     @property
     def layout(self) -> Hashable:
         """What rows have in common that can lie side by side."""

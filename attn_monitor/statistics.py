@@ -121,7 +121,7 @@ def _rows(
         visible = gathered.keys()
     elif gathered is not None:
         notes.append(gathered.note)
-    first = first_visible(visible) if visible is not None and wanted.first_key else None
+    first = first_visible(visible, tiled.call.layers) if visible is not None and wanted.first_key else None
     squares = KeySquares(tiled) if wanted.keys else None
     fill_rows(rows, tiled, wanted, spaces, first=first, squares=squares, grad_output=grad_output, notes=notes)
     estimated = visible is None  # then the sample tells which keys are seen

@@ -32,7 +32,9 @@ BESIDE_THE_CATALOG = {
     "nonfinite": "number of allowed logits that are nan or inf",
 }
 """The definitions of the per-head numbers that are no statistics."""
+CLIPPED_HEADS = "attn_monitor/clipped_heads"
 _MODEL_WIDE = {
+    "clipped_heads": "heads whose weights QK-Clip rescaled after this step",
     "saturated_heads": "number of heads with an open event",
     "observed_layers": "number of layers in this record",
     f"{RATIO}_max": f"largest {RATIO} of any head",
@@ -94,7 +96,7 @@ def describe_scalar(tag: str) -> str:
     """Return the description of a scalar, given its tag without the stage."""
     group, _, rest = tag.partition("/")
     if group in (PLUGIN, OVERVIEW) and rest in _MODEL_WIDE:
-        return f"{_MODEL_WIDE[rest]}; {'heads' if rest == 'saturated_heads' else 'a pure number'}."
+        return f"{_MODEL_WIDE[rest]}; {'heads' if rest.endswith('_heads') else 'a pure number'}."
     name = rest if group == OVERVIEW else group.removeprefix("attn_")
     which = "mean over the heads"
     for suffix, words in (("_max", "largest head"), ("_min", "smallest head")):

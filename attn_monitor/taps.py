@@ -24,20 +24,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from attn_monitor.allowed import QualifyingEntries
 from attn_monitor.capture.sighting import Sighting
-from attn_monitor.gradients import attention_gradient_rows
-from attn_monitor.pooling import LayerRows
+from attn_monitor.looks import Looks, PendingEntries
 from attn_monitor.records import AttentionCall
-from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
-from attn_monitor.statistics import attention_rows
-from attn_monitor.sums import AttentionSums
 from attn_monitor.unseen import unseen
-from attn_monitor.workspace import Workspaces
 
 Saving: TypeAlias = Literal["graph", "checkpoint", "recomputation"]
 Gradient: TypeAlias = Literal["output", "logits", "probabilities"]
-Payload: TypeAlias = "AttentionCall | QualifyingEntries | Callable[[], AttentionCall]"
+Payload: TypeAlias = "AttentionCall | PendingEntries | Callable[[], AttentionCall]"
 """What a slot needs of its call besides the gradient."""
 
 
@@ -83,29 +77,13 @@ class GradientTaps:
     """The hooked calls of a probe.
 
     Args:
-        deliver: Takes the record and its rows, or their sums.
+        looks: Measures what the hooks bring.
         failed: Takes the record and the error when that goes wrong.
-        statistics: What is measured.
-        spaces: Memory to compute in.
-        max_queries: Rows per call that are looked at.
-        generator: For the choice of rows.
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[Hashable, LayerRows | AttentionSums], None],
-        failed: Callable[[Hashable, Exception], None],
-        *,
-        statistics: frozenset[str] = frozenset(),
-        spaces: Workspaces | None = None,
-        max_queries: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        self._deliver = deliver
+    def __init__(self, looks: Looks, failed: Callable[[Hashable, Exception], None]) -> None:
+        self._looks = looks
         self._failed = failed
-        self._statistics = statistics
-        self._spaces = spaces or Workspaces()
-        self._sample = max_queries, generator
         # Only the hooks themselves, and so the graph, keep a slot alive.
         self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
         self._recomputed: dict[Hashable, list[Payload]] = {}
@@ -121,7 +99,7 @@ class GradientTaps:
         *,
         recomputed_later: bool,
         forward: bool = False,
-        entries: QualifyingEntries | None = None,
+        entries: PendingEntries | None = None,
     ) -> None:
         """Hook the tensors of a call whose gradients are wanted.
 
@@ -132,7 +110,7 @@ class GradientTaps:
             out: The output of the kernel, or the probabilities.
             recomputed_later: Whether it is part of a checkpoint.
             forward: Whether the statistics of the forward pass are still to be measured: see `can_wait`.
-            entries: The qualifying entries of a softmax, if they are known already.
+            entries: Those of a softmax whose gradients count, if they are looked for already.
         """
         slot = _Slot(record, site, sighting.canonical)
         if not recomputed_later:
@@ -191,14 +169,14 @@ class GradientTaps:
                 return
             try:
                 _check_unchanged(call, versions)
-                self._deliver(record, attention_rows(call, self._statistics, *self._sample, spaces=self._spaces))
+                self._looks.look(record, call)
             except Exception as error:
                 self._failed(record, error)
 
     def _payload(self, sighting: Sighting) -> Payload:
         if sighting.logits is None:
             return sighting.make or sighting.call
-        return qualifying_entries(sighting.call, *self._sample, spaces=self._spaces)
+        return self._looks.entries(sighting.call)
 
     def received(self, slot: _Slot, kind: Gradient, gradient: Tensor) -> None:
         """Take a gradient, in the backward pass."""
@@ -241,18 +219,16 @@ class GradientTaps:
         gradient, payload = slot.canonical(gradient.detach()), slot.payload
         assert payload is not None, "measured once it is there"
         _check_unchanged(payload, slot.versions)
-        found: LayerRows | AttentionSums
-        if isinstance(payload, QualifyingEntries):
-            logits, probs = (gradient, None) if kind == "logits" else (None, gradient)
-            found = softmax_gradient_sums(payload, grad_logits=logits, grad_probs=probs, spaces=self._spaces)
+        if isinstance(payload, PendingEntries):
+            if (entries := payload.entries()) is not None and kind != "output":
+                self._looks.look_at_side(slot.record, entries, kind, gradient)
         elif slot.waiting is not None and isinstance(payload, AttentionCall):
             slot.waiting.detach()
             slot.waiting = None
-            found = attention_rows(payload, self._statistics, *self._sample, grad_output=gradient, spaces=self._spaces)
+            self._looks.look(slot.record, payload, gradient)
         else:
             call = payload if isinstance(payload, AttentionCall) else payload()
-            found = attention_gradient_rows(call, gradient, *self._sample, spaces=self._spaces)
-        self._deliver(slot.record, found)
+            self._looks.look_at_gradients(slot.record, call, gradient)
 
 
 def can_wait(sighting: Sighting, out: Tensor | None) -> bool:

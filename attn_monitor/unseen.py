@@ -16,8 +16,13 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> AbstractContextManager[object]:
     """Run operations that no function mode, no dispatch mode and no tensor subclass takes notice of."""
+    # Entered for every tensor that is followed, so not in Python where that can be avoided.
+    return _unseen_by_dispatch() if torch._C._len_torch_dispatch_stack() else torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def _unseen_by_dispatch() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), without_dispatch_modes():
         yield

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import shutil
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,11 +165,20 @@ def loader(count: int, seed: int = 7) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.cat(batches(count, seed))), batch_size=BATCH)
 
 
+@cache
+def _root() -> str:
+    """Return a folder for what is written without a logger, which is gone after the tests."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def quiet(package: Any = pl, **settings: Any) -> Any:
     """Return a silent trainer on the CPU; nothing is written unless asked for."""
     defaults = {
         "accelerator": "cpu",
         "max_epochs": 1,
+        "default_root_dir": _root(),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

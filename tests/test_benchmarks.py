@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise, permutations
@@ -14,8 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_monitor import AttentionMonitor, unseen
+from attn_monitor.workspace import Workspaces
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import first, growth, looks, memory, page, steps, turns, writing
+from tests.benchmarks import first, growth, looks, memory, page, profile, steps, turns, writing
 from tests.benchmarks.exact import exact_statistics
 from tests.benchmarks.model import GPT, GPT2, Decoder
 from tests.benchmarks.sizes import FULL, QUICK, ModelSize
@@ -99,6 +101,59 @@ def test_the_floor_is_the_work_that_every_look_shares() -> None:
         "aten::bmm.out",
         "aten::_softmax.out",
     ]
+
+
+def test_the_floor_of_both_passes_has_one_product_more() -> None:
+    [(call, grad_output), *_] = profile._calls(QUICK.model)
+    operations: list[str] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with pytest.MonkeyPatch.context() as patched, Recorded():  # type: ignore[no-untyped-call] # torch has no hints for it
+        patched.setattr(unseen, "without_dispatch_modes", nullcontext)
+        looks.floor(call, Workspaces(), grad_output)
+    assert [name for name in operations if "bmm" in name] == ["aten::bmm.out", "aten::bmm.out"]
+
+
+@pytest.mark.slow
+def test_the_profile_has_a_row_for_every_part_and_they_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured_quickly("profile", capsys)
+    assert tuple(rows) == profile.ROWS
+    for column in (0, 2):
+        cells = {name: float(row[column]) for name, row in rows.items()}
+        assert cells[profile.STEP] > 0
+        assert cells[profile.STATISTICS] > 0
+        assert cells[profile.RECORD] > 0
+        assert cells[profile.TOTAL] == pytest.approx(sum(cells[part] for part in profile.PARTS), abs=0.5)
+        assert rows[profile.TOTAL][column + 1] == "100 %"
+
+
+def test_each_part_of_the_profile_is_timed_where_it_happens() -> None:
+    looking, recording = profile.Stopwatch(), profile.Stopwatch()
+    timed: dict[str, tuple[bool, bool]] = {}
+    for name, way in profile._ways(QUICK.model, looking, recording).items():
+        looking.start()
+        recording.start()
+        way()
+        timed[name] = looking.stop() > 0, recording.stop() > 0
+    assert timed == {
+        profile.PLAIN: (False, False),
+        profile.SEEN: (False, True),
+        profile.FORWARD: (True, True),
+        profile.WATCHED: (True, True),
+        profile.FLOOR: (False, False),
+        profile.BOTH_FLOOR: (False, False),
+    }
+
+
+def test_a_stopwatch_leaves_out_what_is_timed_inside() -> None:
+    watch = profile.Stopwatch()
+    watch.start()
+    watch.timed(watch.timed(lambda: time.sleep(0.05), -1))()
+    assert 0 <= watch.stop() < 0.02
 
 
 def test_the_first_step_has_a_row_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attn_monitor import AttentionMonitor
 from attn_monitor.catalog import HEADLINE, STATISTICS
+from attn_monitor.events import AttentionWarning
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.reports.runs import find_runs, read_runs
-from attn_monitor.saturation import AttentionWarning
 from tests.models import LIGHTNING_ADVICE, Lit, batches, by_hand, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE

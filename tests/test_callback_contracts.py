@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_monitor import AttentionMonitor
-from attn_monitor.saturation import AttentionWarning
+from attn_monitor.events import AttentionWarning
 from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet
 
 pytestmark = LIGHTNING_ADVICE
@@ -160,7 +160,9 @@ def test_memory_does_not_grow_from_step_to_step() -> None:
             gc.collect()
             counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
 
-    quiet(callbacks=[AttentionMonitor(history_size=0), Count()]).fit(Lit("hand", "sdpa", "mha"), loader(5))
+    quiet(callbacks=[AttentionMonitor(history_size=0, flight_recorder=1), Count()]).fit(
+        Lit("hand", "sdpa", "mha"), loader(5)
+    )
     assert counts[-1] <= counts[1]
 
 

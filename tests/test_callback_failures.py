@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor, AttentionProbe
-from attn_monitor.saturation import AttentionWarning
+from attn_monitor.events import AttentionWarning
 from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE
@@ -52,9 +52,8 @@ def test_an_error_of_ours_is_said_once_and_training_goes_on(
 
 
 def test_a_statistic_that_raises_leaves_its_layer_in_the_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_monitor.collector.attention_rows", fails)
-    monkeypatch.setattr("attn_monitor.collector.softmax_rows", fails)
-    monkeypatch.setattr("attn_monitor.taps.attention_rows", fails)
+    monkeypatch.setattr("attn_monitor.looks.attention_rows", fails)
+    monkeypatch.setattr("attn_monitor.looks.softmax_rows", fails)
     trainer, said = fit(Lit("hand", "sdpa"), AttentionMonitor(), 3, logger=[])
     seen = [text for text in said if "not measured" in text]
     assert trainer.global_step == 3

@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from attn_monitor import AttentionMonitor
-from attn_monitor.saturation import AttentionWarning
+from attn_monitor.events import AttentionWarning
 from tests.models import LIGHTNING_ADVICE, Lit, batches, by_hand, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE

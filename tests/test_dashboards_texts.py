@@ -10,9 +10,12 @@ import pytest
 from attn_monitor.dashboards.growth import Growth
 from attn_monitor.dashboards.tables import Rows, event_records, overview
 from attn_monitor.dashboards.texts import escape, event_page, legend_page, summary_page
-from attn_monitor.saturation import Changes, SaturationEvent, SaturationRule, SaturationTracker
+from attn_monitor.events import SaturationEvent
+from attn_monitor.records import AttentionStatistics
+from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
 from attn_monitor.tags import definition, describe_picture, describe_scalar, direction
+from attn_monitor.tracking import Changes, SaturationTracker
 from tests.models import make_record
 
 RULE = SaturationRule()
@@ -25,10 +28,16 @@ def events_of(*ratios: list[float], layer: str = "net.attn") -> list[tuple[int, 
     return [
         (
             step,
-            tracker.update(step, {layer: make_record(len(heads), logit_row_std=[ratio * SPREAD for ratio in heads])}),
+            tracker.update(step, {layer: _record(heads)}),
         )
         for step, heads in enumerate(ratios)
     ]
+
+
+def _record(ratios: list[float]) -> AttentionStatistics:
+    """Heads that pass no gradient where one of them is at 1.5."""
+    traces = [0.1 if max(ratios) >= 1.5 else 0.9] * len(ratios)
+    return make_record(len(ratios), logit_row_std=[ratio * SPREAD for ratio in ratios], jacobian_trace=traces)
 
 
 def test_a_page_tells_every_change_of_a_step() -> None:

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from attn_monitor import AttentionProbe, pooling
 from attn_monitor.catalog import ALL
 from attn_monitor.gradients import attention_gradient_rows
-from attn_monitor.pooling import LayerRows, PoolingQueue, pooled
+from attn_monitor.pooling import LayerRows, pooled
 from attn_monitor.records import AttentionCall
 from attn_monitor.statistics import attention_rows
 from attn_monitor.sums import AttentionSums, finalized
+from attn_monitor.waiting import WaitingQueue
 from tests.reference import assert_same
 
 B, Q, K, D, V = 3, 17, 19, 7, 5
@@ -93,17 +94,21 @@ def test_a_statistic_that_one_layer_lacks_is_absent_there_alone() -> None:
     assert empty.nonfinite.tolist() == [B * Q * K] * 2
 
 
-def test_rows_wait_until_they_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wait_until_they_are_worth_it() -> None:
     delivered: list[tuple[str, int]] = []
-    queue = PoolingQueue[str](lambda key, sums: delivered.append((key, sums.heads)), lambda key, error: None)
     rows = [attention_rows(layer(heads), ALL) for heads in (2, 3, 5)]
-    monkeypatch.setattr(PoolingQueue, "MOST_VALUES", rows[0].rows.values + rows[1].rows.values)
-    queue.put("a", rows[0])
-    queue.put("b", rows[1])
+    queue = WaitingQueue[str, LayerRows, AttentionSums](
+        pooled,
+        lambda key, sums: delivered.append((key, sums.heads)),
+        lambda key, error: None,
+        rows[0].rows.values + rows[1].rows.values,
+    )
+    queue.put("a", rows[0], rows[0].rows.values)
+    queue.put("b", rows[1], rows[1].rows.values)
     assert delivered == []
-    queue.put("c", rows[2])
+    queue.put("c", rows[2], rows[2].rows.values)
     assert delivered == [("a", 2), ("b", 3), ("c", 5)]
-    queue.put("d", rows[0])
+    queue.put("d", rows[0], 1)
     queue.clear()
     queue.empty()
     assert len(delivered) == 3
@@ -112,7 +117,9 @@ def test_rows_wait_until_they_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_layer_that_cannot_be_pooled_is_the_only_one_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     good: list[str] = []
     bad: list[str] = []
-    queue = PoolingQueue[str](lambda key, sums: good.append(key), lambda key, error: bad.append(f"{key}: {error}"))
+    queue = WaitingQueue[str, LayerRows, AttentionSums](
+        pooled, lambda key, sums: good.append(key), lambda key, error: bad.append(f"{key}: {error}"), 10**9
+    )
     build = AttentionSums.build
 
     def picky(values: dict[str, Tensor], **more: object) -> AttentionSums:
@@ -122,7 +129,7 @@ def test_the_layer_that_cannot_be_pooled_is_the_only_one_lost(monkeypatch: pytes
 
     monkeypatch.setattr(AttentionSums, "build", picky)
     for key, heads in {"a": 2, "b": 3, "c": 5}.items():
-        queue.put(key, attention_rows(layer(heads), ALL))
+        queue.put(key, attention_rows(layer(heads), ALL), 1)
     queue.empty()
     assert (good, bad) == (["a", "c"], ["b: no memory for three heads"])
 

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_monitor import AttentionProbe
-from attn_monitor import collector as collector_module
-from attn_monitor import taps as taps_module
+from attn_monitor import looks as looks_module
 from tests.reference import assert_same
 from tests.spellings import SPELLINGS, Attention, B, D, E, H, T
 
@@ -532,13 +531,12 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         raise ZeroDivisionError("ours")
 
     if request.param == "forward":
-        monkeypatch.setattr(collector_module, "attention_rows", fail)
-        monkeypatch.setattr(collector_module, "softmax_rows", fail)
-        monkeypatch.setattr(taps_module, "attention_rows", fail)
+        monkeypatch.setattr(looks_module, "attention_rows", fail)
+        monkeypatch.setattr(looks_module, "softmax_rows", fail)
     else:
-        monkeypatch.setattr(taps_module, "attention_rows", fail)
-        monkeypatch.setattr(taps_module, "attention_gradient_rows", fail)
-        monkeypatch.setattr(taps_module, "softmax_gradient_sums", fail)
+        monkeypatch.setattr(looks_module, "attention_rows", fail)
+        monkeypatch.setattr(looks_module, "attention_gradient_rows", fail)
+        monkeypatch.setattr(looks_module, "softmax_gradient_sums", fail)
     return request.param
 
 
@@ -559,9 +557,8 @@ def test_after_a_reset_a_failed_layer_is_tried_again(monkeypatch: pytest.MonkeyP
     net, x = Net(), torch.randn(B, T, E)
     probe = AttentionProbe(net)
     with monkeypatch.context() as patch:
-        patch.setattr(collector_module, "attention_rows", lambda *_, **__: 1 / 0)
-        patch.setattr(collector_module, "softmax_rows", lambda *_, **__: 1 / 0)
-        patch.setattr(taps_module, "attention_rows", lambda *_, **__: 1 / 0)
+        patch.setattr(looks_module, "attention_rows", lambda *_, **__: 1 / 0)
+        patch.setattr(looks_module, "softmax_rows", lambda *_, **__: 1 / 0)
         with probe:
             net(x)
     assert len(probe.skipped) == 2

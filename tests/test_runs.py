@@ -246,7 +246,7 @@ def test_a_run_with_only_csv_gives_its_scalars(tmp_path: Path) -> None:
     assert run.others["train_loss"].steps.tolist() == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore::attn_monitor.saturation.AttentionWarning")
+@pytest.mark.filterwarnings("ignore::attn_monitor.events.AttentionWarning")
 def test_a_run_with_only_csv_gives_its_events_too(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     monitor = AttentionMonitor()

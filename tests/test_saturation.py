@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from attn_monitor.events import AttentionSaturationError, SaturationEvent
 from attn_monitor.records import AttentionStatistics
-from attn_monitor.saturation import AttentionSaturationError, SaturationEvent, SaturationRule, SaturationTracker
+from attn_monitor.saturation import SaturationRule
+from attn_monitor.tracking import SaturationTracker
 from tests.models import make_record
 
 
@@ -99,21 +101,6 @@ def test_an_observation_without_a_value_neither_counts_nor_interrupts() -> None:
     assert tracker.open_heads == 0
 
 
-def test_an_open_event_escalates_in_place_and_keeps_its_onset() -> None:
-    tracker = SaturationTracker(SaturationRule())
-    assert events_of(tracker, [0.6, 0.99, 1.0, 3.0]) == ["opened", "-", "escalated", "-"]
-    (event,) = tracker.events
-    assert (event.step, event.severity, event.ratio, event.value) == (0, "critical", 1.0, 8.0)
-
-
-def test_escalation_waits_for_patience_too() -> None:
-    tracker = SaturationTracker(SaturationRule(patience=2))
-    assert events_of(tracker, [0.6, 2.0, 0.6, 2.0, 2.0]) == ["-", "opened", "-", "-", "escalated"]
-    sharp = SaturationTracker(SaturationRule(patience=2))
-    events_of(sharp, [2.0, 2.0])
-    assert sharp.events[0].severity == "critical"
-
-
 def test_each_head_has_its_own_episode() -> None:
     tracker = SaturationTracker(SaturationRule())
     tracker.update(0, {"a": make_record(3, logit_row_std=[8.0, 1.0, 6.0]), "b": make_record(1, logit_row_std=[5.0])})
@@ -127,17 +114,44 @@ def test_nonfinite_logits_are_a_critical_event_at_once_and_only_once() -> None:
     broken = make_record(logit_row_std=[1.0, 1.0], nonfinite=[0, 3])
     (event,) = tracker.update(7, {"a": broken}).opened
     assert (event.statistic, event.value, event.severity, event.ratio) == ("nonfinite", 3.0, "critical", math.inf)
-    assert str(event) == "step 7: head 1 of a has 3 allowed logits that are nan or inf"
+    assert str(event) == (
+        "step 7: head 1 of a has 3 allowed logits that are nan or inf\n"
+        "  what helps: look at the inputs and the step before; keep the logits and the softmax in float32"
+    )
     assert tracker.update(8, {"a": broken}).opened == []
-    assert tracker.update(9, {"a": make_record(logit_row_std=[1.0, 1.0])}).closed == [("a", 1)]
+    changes = tracker.update(9, {"a": make_record(logit_row_std=[1.0, 1.0])})
+    assert (changes.closed, changes.ended[0].value, changes.ended[0].ratio) == ([("a", 1)], 0, 0.125)
 
 
-def test_a_saturated_head_that_breaks_gets_one_more_event() -> None:
+def test_a_saturated_head_that_breaks_has_an_event_of_each_kind() -> None:
     tracker = SaturationTracker(SaturationRule())
-    for nonfinite in (0, 2, 0, 2):
-        tracker.update(0, {"a": make_record(1, logit_row_std=[6.0], nonfinite=[nonfinite])})
-    assert [event.statistic for event in tracker.events] == ["logit_row_std", "nonfinite"]
-    assert tracker.open_heads == 1
+    story = []
+    for step, (row_std, nonfinite) in enumerate([(6.0, 0), (6.0, 2), (6.0, 0), (1.0, 2), (1.0, 0)]):
+        changes = tracker.update(step, {"a": make_record(1, logit_row_std=[row_std], nonfinite=[nonfinite])})
+        story.append(([event.kind for event in changes.opened], [event.kind for event in changes.ended]))
+        assert tracker.open_heads == (step < 4)
+    assert story == [
+        (["saturated"], []),
+        (["nonfinite"], []),
+        ([], ["nonfinite"]),
+        (["nonfinite"], ["saturated"]),
+        ([], ["nonfinite"]),
+    ]
+
+
+def test_logits_near_the_end_of_float16_are_told_before_they_overflow() -> None:
+    tracker = SaturationTracker(SaturationRule(patience=9))
+    story = []
+    for step, (highest, lowest) in enumerate([(32_000.0, -1.0), (32_752.0, -1.0), (1.0, -40_000.0), (1.0, -9_000.0)]):
+        changes = tracker.update(step, {"a": make_record(1, logit_max=[highest], logit_min=[lowest])})
+        story.append((len(changes.opened), len(changes.ended)))
+    assert story == [(0, 0), (1, 0), (0, 0), (0, 1)]
+    (event,) = tracker.events
+    assert (event.statistic, event.value, event.ratio, event.severity) == ("float16_overflow", 32_752.0, 0.5, "warning")
+    assert str(event) == (
+        "step 1: head 0 of a has a logit of 3.28e+04, 50% of the largest float16 number, 65504\n"
+        "  what helps: QK-norm or a logit softcap; until then keep the logits and the softmax in float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,8 +196,9 @@ def test_the_message_names_step_layer_head_number_limit_and_cause() -> None:
     values: dict[str, Any] = {"logit_row_std": [1.0, 12.0], "q_rms": [1.0, 4.1], "logit_max": [3.0, 99.0]}
     (event,) = tracker.update(120, {"net.attn": make_record(**values)}).opened
     assert str(event) == (
-        "step 120: head 1 of net.attn is saturated, logit_row_std 12 is 1.5 x sqrt(d_k=64) (limit 0.5); "
-        "likely cause: q_rms grew 4.1x since step 0"
+        "step 120: head 1 of net.attn is saturated, logit_row_std 12 is 1.5 x sqrt(d_k=64) (limit 0.5)\n"
+        "  likely cause: q_rms grew 4.1x since step 0; what helps: lower the learning rate or warm up longer; QK-norm, "
+        "QK-clip, or weight decay on W_q and W_k"
     )
     assert event.q_rms == pytest.approx(4.1)
     assert (event.k_rms, event.logit_max) == (None, 99.0)
@@ -223,7 +238,7 @@ def only_plain(value: object) -> bool:
 def test_a_state_of_another_version_is_refused_and_changes_nothing() -> None:
     tracker = SaturationTracker(SaturationRule())
     tracker.update(0, {"a": make_record(1, logit_row_std=[9.0])})
-    with pytest.raises(ValueError, match=r"version 1, got 99"):
+    with pytest.raises(ValueError, match=r"version 2, got 99"):
         tracker.load_state_dict({"version": 99})
     assert tracker.open_heads == 1
 
@@ -242,7 +257,7 @@ def test_the_users_cleared_list_stays_cleared() -> None:
     tracker = SaturationTracker(SaturationRule())
     tracker.update(0, {"a": make_record(1, logit_row_std=[5.0])})
     tracker.events.clear()
-    assert len(tracker.update(1, {"a": make_record(1, logit_row_std=[9.0])}).escalated) == 1
+    assert len(tracker.update(1, {"a": make_record(1, logit_row_std=[9.0], jacobian_trace=[0.1])}).escalated) == 1
     assert tracker.events == []
 
 

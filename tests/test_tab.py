@@ -20,7 +20,7 @@ from tensorboard.plugins import base_plugin
 from torch.utils.tensorboard import SummaryWriter
 
 from attn_monitor import AttentionMonitor, tags
-from attn_monitor.saturation import AttentionWarning
+from attn_monitor.events import AttentionWarning
 from attn_monitor.tensorboard_plugin.loader import NAME, Loader
 from attn_monitor.tensorboard_plugin.plugin import FILES, STATIC
 from tests import browser

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attn_monitor import AttentionProbe, AttentionStatistics, passes, taps
+from attn_monitor import AttentionProbe, AttentionStatistics, looks, passes
 from tests.reference import assert_same
 
 B, H, T, D = 5, 3, 7, 11
@@ -453,7 +453,7 @@ def test_an_interrupt_at_the_last_measurement_leaves_nothing_behind(monkeypatch:
 
     probe = AttentionProbe(net)
     with monkeypatch.context() as patch:
-        patch.setattr(taps, "attention_rows", interrupted)
+        patch.setattr(looks, "attention_rows", interrupted)
         with pytest.raises(KeyboardInterrupt), probe:
             out = net(query, query)
     assert torch._dynamo.eval_frame._stance.stance == "default"

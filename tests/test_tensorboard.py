@@ -27,10 +27,12 @@ from attn_monitor.dashboards.scalars import scalars
 from attn_monitor.dashboards.summaries import bucketed
 from attn_monitor.dashboards.tables import Rows, Snapshot
 from attn_monitor.dashboards.tensorboard import Dashboard
+from attn_monitor.events import SaturationEvent
 from attn_monitor.publishing import Publisher, picture_due
-from attn_monitor.saturation import Changes, SaturationEvent, SaturationRule
+from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
 from attn_monitor.tags import layer_tag
+from attn_monitor.tracking import Changes
 from tests.cases.support import Trained, fit, normal, serve
 from tests.models import DIM, LIGHTNING_ADVICE, HandWritten, make_record, read_events
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,20 +62,22 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         whole = dims == 4 and mask.dim() == 4 and mask.shape[-2] == 1  # the same for every query
         masks = (mask.detach() if whole else fold(mask.detach().expand(shape)),)
     keys_fold = fold if dims != 4 else _as_it_is
+    folded = fold(wide[0])
+    query_scale, key_scale = (
+        _scale(tags.get(tensor), layout, folded.shape[1]) for tensor, layout in zip((query, key), found, strict=True)
+    )
     call = AttentionCall(
-        query=fold(wide[0]),
+        query=folded,
         key=keys_fold(wide[1]),
         value=keys_fold(wide[2]),
         masks=masks,
         is_causal=bool(causal),
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        query_scale=query_scale,
+        key_scale=key_scale,
         head_dim=query.shape[-1],
         dropout=bool(dropout),
     )
-    query_scale, key_scale = (
-        _scale(tags.get(tensor), layout, call.shape.heads) for tensor, layout in zip((query, key), found, strict=True)
-    )
-    call = replace(call, query_scale=query_scale, key_scale=key_scale)
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     kept = mask is None and all(x.grad_fn is not None and x._version == 0 for x in (query, key, value))
     return Sighting(
@@ -90,7 +91,7 @@ def _widened(tensors: tuple[Tensor, Tensor, Tensor], *, grouped: bool) -> tuple[
     Grouped keys and values stay as few as they are, as long as there are as many of both.
     """
     dims = max(tensor.dim() for tensor in tensors)
-    query, key, value = (tensor.reshape((1,) * (dims - tensor.dim()) + tuple(tensor.shape)) for tensor in tensors)
+    query, key, value = (x if x.dim() == dims else x.reshape((1,) * (dims - x.dim()) + tuple(x.shape)) for x in tensors)
     if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
         return query, key, value
     try:

@@ -66,6 +66,8 @@ def _canonical(
     depth.sort(key=lambda i: product.left_dims.index(str(names[i])))  # alike in both factors
     rest = [i for i in range(tensor.dim()) if i not in (*places[0], *places[1], *free, *depth)]
     groups = ([*rest, *places[0]], places[1], free, depth)
+    if groups == ([0], [1], [2], [3]):
+        return tensor
     shape = [math.prod(tensor.shape[i] for i in group) for group in groups]
     return tensor.permute([i for group in groups for i in group]).reshape(shape)
 
@@ -85,7 +87,8 @@ def _apart(
         # One factor may be broadcast along a dimension they share.
         whole = list(tensor.shape)
         whole[position] = math.prod(axis.size for axis in axes)
-        tensor = tensor.expand(whole)
+        if whole != list(tensor.shape):
+            tensor = tensor.expand(whole)
         if len(axes) > 1:
             tensor = tensor.unflatten(position, [axis.size for axis in axes])
         names[:0] = [id(axis) if common or id(axis) in wanted else dim for axis in axes]

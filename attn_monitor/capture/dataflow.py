@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeGuard
 
-import torch
 from torch import Tensor
 
 from attn_monitor.capture import (
@@ -107,17 +106,9 @@ def follow(tags: TagStore, function: fn.Function, args: tuple[Any, ...], kwargs:
     if not args and (name := next((name for name in ("input", "self") if name in kwargs), None)) is not None:
         args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
     step = Step(known, args, kwargs, out, function)
-    if torch._C._len_torch_dispatch_stack():
-        with unseen():
-            _apply(rule, tags, step)
-    else:  # the same without a context manager in Python
-        with torch._C.DisableTorchFunction():
-            _apply(rule, tags, step)
-
-
-def _apply(rule: Rule, tags: TagStore, step: Step) -> None:
-    if not (isinstance(step.out, Tensor) and step.out.is_nested):  # which has no axes to speak of
-        rule(tags, step)
+    with unseen():
+        if not (isinstance(out, Tensor) and out.is_nested):  # which has no axes to speak of
+            rule(tags, step)
 
 
 def _other(tags: TagStore, step: Step) -> None:
@@ -154,9 +145,10 @@ def _is_plain(tags: TagStore, step: Step) -> bool:
     """Follow what is most frequent, a function of one activation and weights; tell whether it was that."""
     first, *rest = step.args or (None,)
     tag, out = tags.get(first), step.out
-    if tag is None or tag.kind != "activation" or out.shape != first.shape or out is first or step.kwargs:
+    if tag is None or tag.kind != "activation" or out.shape != first.shape or out is first or "out" in step.kwargs:
         return False
-    if any(isinstance(other, Tensor) and not tags.is_weight(other) for other in rest) or not out.is_floating_point():
+    others = [other for other in (*rest, *step.kwargs.values()) if isinstance(other, Tensor)]
+    if not all(map(tags.is_weight, others)) or not out.is_floating_point():
         return False
     name = getattr(step.function, "__name__", "")
     if name in _PROJECTIONS or name.endswith("_like"):

@@ -97,7 +97,7 @@ def _add_to_product(tags: TagStore, added: Tensor | None, beta: Number, alpha: N
     if tag is None or tag.kind != "scores" or added is None:
         return
     masks: tuple[Tensor, ...] = ()
-    if may_mask(tags, added) and not tag.projection:
+    if not tag.projection and may_mask(tags, added):
         masks = (added.detach() if beta == 1 else added.detach() * beta,)
     tags.put(out, tag._replace(scale=tag.scale.times(alpha), plain=False, masks=masks))
 

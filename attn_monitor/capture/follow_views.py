@@ -22,6 +22,9 @@ def reshape(tags: TagStore, step: Step) -> None:
     """Follow a reshape: axes are split and merged."""
     source, out = step.args[0], step.out
     tag = tags.get_or_new(source)
+    if not tag.masks and tag.shift is None:
+        tags.carry(tag, out)
+        return
     masks = tuple(mask.expand(source.shape).reshape(out.shape) for mask in tag.masks)
     shift = tag.shift.expand(source.shape).reshape(out.shape) if tag.shift is not None else None
     tags.carry(tag, out, masks=masks, shift=shift)
@@ -45,6 +48,10 @@ def view(tags: TagStore, step: Step) -> None:
         layouts = [fresh(out.shape) for out in outs]
     else:
         layouts = _moved_quickly(step, tag.layout, outs) or [moved(tag.layout, part) for part in run(proxy(shape))]
+    if not tag.masks and tag.shift is None:
+        for out, layout in zip(outs, layouts, strict=True):
+            tags.carry(tag, out, layout)
+        return
     masks = [run(mask.expand(shape)) for mask in tag.masks if _expands(mask, shape)]
     shifts = run(tag.shift.expand(shape)) if tag.shift is not None else [None] * len(outs)
     for i, (out, layout) in enumerate(zip(outs, layouts, strict=True)):

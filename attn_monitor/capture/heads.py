@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import TypeAlias
 
@@ -63,6 +64,7 @@ def side_of(role: Role, axes: Named, other: Collection[str], out: Collection[str
     return Side(role, axes, free, frozenset(id(axis.parent) for axis in met if axis.parent is not None), weight)
 
 
+@cache
 def is_batch(dim: str) -> bool:
     """Tell whether a dimension is batched over though one factor may lack it, as those in front in a matmul."""
     return dim.startswith(("b0", "b1", "b2", "b3", "b4", "."))

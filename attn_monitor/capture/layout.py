@@ -60,6 +60,8 @@ def sizes(layout: Layout) -> tuple[int, ...]:
 
 def settled(layout: Layout) -> Layout:
     """Return the layout of a product that becomes the factor of another: what its axes were to the first is over."""
+    if all(axis.role is None for dim in layout for axis in dim):
+        return layout
     return tuple(
         tuple(
             axis if axis.role is None else Axis(axis.size, axis.parent, channels=axis.channels, stride=axis.stride)
@@ -112,7 +114,8 @@ def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
                 missing = 1
             else:
                 return None
-            _mend(dim)
+            if len(dim) > 1:
+                _mend(dim)
         result.append(tuple(dim))
     return tuple(result) if not remaining else None
 

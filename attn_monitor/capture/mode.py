@@ -100,6 +100,8 @@ class CaptureMode(WatchingMode):
         if isinstance(func, OPERATORS) and (adapter := operator_adapter(func)) is not None:
             return self.kernel(adapter, func, func, *args, **kwargs)
         out = func(*args, **kwargs)
+        if type(out) is torch.Size:  # asked for all the time, and nothing to follow
+            return out
         if isinstance(out, (Tensor, tuple, list)) or func in fn.SET_ITEM:
             self._follow(func, args, kwargs, out)
         return out

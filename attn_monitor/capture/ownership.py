@@ -262,7 +262,8 @@ class ModuleTracker:
     def leave(self, module: nn.Module) -> None:
         """Note that a module ended, and with it whatever inside it was interrupted."""
         frames = self._running.frames
-        if not any(running is module for running, _ in frames):
+        innermost = bool(frames) and frames[-1][0] is module
+        if not innermost and not any(running is module for running, _ in frames):
             return
         while frames:
             running, brought_mode = frames.pop()

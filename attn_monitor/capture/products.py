@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -108,6 +109,7 @@ class Product:
     depth: int
 
 
+@cache
 def matmul_dims(left: int, right: int) -> Dims:
     """Name the dimensions of a matmul of tensors with these numbers of dimensions."""
     batch = tuple(f"b{i}" for i in range(max(left, right) - 2))
@@ -188,6 +190,7 @@ def multiply(
         parent = Axis(math.prod(sizes[dim] for dim in side.free)) if side.weight else None
         free |= {dim: free_axes(side, dim, sizes[dim], parent, split=side is alone) for dim in side.free}
     heads, known = find_heads(shared, free, sides, alone, right_sizes)
+    made = shared | free
     product = Product(
         left=left,
         right=right,
@@ -198,11 +201,11 @@ def multiply(
         free=free,
         heads=heads,
         heads_known=known,
-        scales=(_along(scales[0], left_axes, shared | free), _along(scales[1], right_axes, shared | free)),
+        scales=(_along(scales[0], left_axes, made), _along(scales[1], right_axes, made)),
         weights=weights,
         depth=math.prod(left_sizes[dim] for dim in contracted),
     )
-    return product, tuple((shared | free)[dim] for dim in out_dims)
+    return product, tuple(made[dim] for dim in out_dims)
 
 
 def _along(scale: Scale, own: dict[str, tuple[Axis, ...]], made: dict[str, tuple[Axis, ...]]) -> Scale:

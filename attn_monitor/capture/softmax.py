@@ -29,6 +29,10 @@ NO_LONGER_SCALED = (
 )
 
 
+_CANONICAL = ((0,), (1,), (2,), (3,))
+"""The groups where each of batch, heads, queries and keys is one dimension, and in its place already."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Arrangement:
     """How a tensor shaped like the softmax input becomes [B, H, Q, K].
@@ -52,7 +56,10 @@ class _Arrangement:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Bring a tensor that broadcasts to the softmax input into axes that broadcast to [B, H, Q, K]."""
-        tensor = tensor.reshape((1,) * (len(self.parts) - tensor.dim()) + tuple(tensor.shape))
+        if tensor.dim() < len(self.parts):
+            tensor = tensor.reshape((1,) * (len(self.parts) - tensor.dim()) + tuple(tensor.shape))
+        if self.groups == _CANONICAL and all(len(lengths) == 1 for lengths in self.parts):
+            return tensor
         full = [length for lengths in self.parts for length in lengths]
         apart = [
             length if size != 1 else 1

@@ -9,11 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_monitor.dashboards.tables import Snapshot
-
-FACTORS = ("scale_ratio", "q_rms", "k_rms", "alignment")
-"""The factors whose product is the spread of the products of query and key."""
-_GROWN = 1.25
-"""From this ratio on a factor has clearly grown."""
+from attn_monitor.growth import GROWN, PRODUCT
 
 
 class Growth:
@@ -32,7 +28,7 @@ class Growth:
         """Remember the factors of heads that had none before."""
         if self._since is None:
             self._since = snapshot.step
-        for name in FACTORS:
+        for name in PRODUCT:
             now = snapshot.tables.get(name)
             if now is None:
                 continue
@@ -60,4 +56,4 @@ def most_grown(grown: Mapping[str, float]) -> str:
         ('k_rms, 3x', 'nothing')
     """
     name = max(grown, key=lambda factor: grown[factor], default="")
-    return f"{name}, {grown[name]:.3g}x" if name and grown[name] >= _GROWN else "nothing"
+    return f"{name}, {grown[name]:.3g}x" if name and grown[name] >= GROWN else "nothing"

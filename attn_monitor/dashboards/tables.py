@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_monitor.catalog import STATISTICS
+from attn_monitor.events import NONFINITE, SaturationEvent
 from attn_monitor.records import AttentionStatistics
-from attn_monitor.saturation import NONFINITE, Changes, SaturationEvent, SaturationRule
+from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
 from attn_monitor.tags import STANDARD_ERROR
+from attn_monitor.tracking import Changes
 
 _NOT_PER_HEAD = {"rows", "masked_rows", "scale"}
 _OVERVIEW = ("entropy_normalized", "jacobian_trace", "logit_row_std", "logit_max")
@@ -84,9 +86,10 @@ class Rows:
         limits = np.full(shape[0], math.nan)
         found: dict[str, dict[int, Tensor]] = {}
         for layer, stats in statistics.items():
-            limits[rows[layer]] = rule.limit(stats)
+            own = rule.of(layer)
+            limits[rows[layer]] = own.limit(stats)
             errors = {f"{name}{STANDARD_ERROR}": error for name, error in stats.standard_error.items()}
-            for name, values in {**stats.measured(), **errors, RATIO: rule.ratio(stats)}.items():
+            for name, values in {**stats.measured(), **errors, RATIO: own.ratio(stats)}.items():
                 if name not in _NOT_PER_HEAD:
                     found.setdefault(name, {})[rows[layer]] = values
         dims = [math.nan if dim is None else dim for dim in (self._head_dims.get(layer) for layer in self._heads)]
@@ -141,10 +144,12 @@ def event_records(step: int, changes: Changes) -> list[str]:
 
 
 def _record(step: int, event: SaturationEvent, state: str) -> str:
-    ended = (
-        f"step {step}: head {event.head} of {event.layer} has recovered, ratio {event.ratio:.3g} "
-        f"(limit {event.threshold:g}), saturated since step {event.step}"
-    )
+    what = {
+        "saturated": f"has recovered, ratio {event.ratio:.3g} (limit {event.threshold:g}), saturated",
+        "nonfinite": "has no more logits that are nan or inf, as it had",
+        "overflow": f"has logits of {event.value:.3g} at most, near the end of float16",
+    }
+    ended = f"step {step}: head {event.head} of {event.layer} {what[event.kind]} since step {event.step}"
     return json.dumps(
         {
             "step": step,
@@ -158,8 +163,12 @@ def _record(step: int, event: SaturationEvent, state: str) -> str:
             "severity": event.severity,
             "state": state,
             "since": event.step,
+            "kind": event.kind,
+            "baseline": event.baseline_step,
             "cause": event.cause,
-            "message": ended if state == "ended" else str(event),
+            "shares": {name: round(share, 4) for name, share in event.shares.items() if math.isfinite(share)},
+            "remedy": event.remedy,
+            "message": ended if state == "ended" else event.line,
         },
         allow_nan=False,
     )

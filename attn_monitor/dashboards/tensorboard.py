@@ -15,7 +15,7 @@ from attn_monitor.dashboards.pictures import Picture
 from attn_monitor.dashboards.summaries import Summaries, bucketed
 from attn_monitor.dashboards.tables import Snapshot, event_records, overview
 from attn_monitor.dashboards.texts import event_page, legend_page, summary_page
-from attn_monitor.saturation import Changes, SaturationRule
+from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
 from attn_monitor.tags import (
     EVENTS_TAG,
@@ -33,6 +33,7 @@ from attn_monitor.tags import (
     describe_scalar,
     describe_table,
 )
+from attn_monitor.tracking import Changes
 
 _STOCK_LOGGERS = {"lightning_fabric.loggers.tensorboard", "lightning.fabric.loggers.tensorboard"}
 

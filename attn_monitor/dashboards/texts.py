@@ -7,17 +7,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from attn_monitor.dashboards.growth import FACTORS, Growth, most_grown
+from attn_monitor.dashboards.growth import Growth, most_grown
 from attn_monitor.dashboards.tables import Snapshot
-from attn_monitor.saturation import Changes, SaturationEvent
+from attn_monitor.events import SaturationEvent
+from attn_monitor.growth import PRODUCT
 from attn_monitor.scales import RATIO, scale_of
 from attn_monitor.tags import definition, direction
+from attn_monitor.tracking import Changes
 
 _LISTED = 20
 """How many events a page lists at most."""
 _WORST = 10
 """How many heads the summary lists."""
-_SHOWN = (RATIO, "entropy_normalized", "jacobian_trace", *FACTORS)
+_SHOWN = (RATIO, "entropy_normalized", "jacobian_trace", *PRODUCT)
 _ROW_NAMES = 400
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
@@ -51,8 +53,8 @@ def event_page(step: int, changes: Changes) -> str:
 
 def _event_sections(events: Sequence[SaturationEvent]) -> list[str]:
     worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)[:_LISTED]
-    sections = [f"**{event.severity}**: {escape(str(event))}" for event in worst]
-    known = [name for name in (*FACTORS, "logit_max") if any(getattr(event, name) is not None for event in worst)]
+    sections = [f"**{event.severity}**: {escape(event.line)}" for event in worst]
+    known = [name for name in (*PRODUCT, "logit_max") if any(getattr(event, name) is not None for event in worst)]
     rows = [
         [escape(event.layer), str(event.head), f"{event.ratio:.3g}", f"{event.threshold:g}"]
         + [_number(getattr(event, name)) for name in known]

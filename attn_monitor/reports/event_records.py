@@ -35,7 +35,7 @@ def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
             continue
         if not steps or steps[-1][0] != step:
             steps.append((step, {}))
-        steps[-1][1][(*place(event), str(event.get("state")))] = event
+        steps[-1][1][(*place(event), event.get("kind"), str(event.get("state")))] = event
     if damaged:
         notes.append(f"{path}: {count(range(damaged), 'line')} without an event left out")
     return worst_first([event for _, events in settle(steps) for event in events.values()])
@@ -96,14 +96,9 @@ def place(event: EventRecord) -> tuple[object, object]:
 
 
 def open_heads(events: Iterable[EventRecord]) -> set[tuple[object, object]]:
-    """Return the heads whose last event is not that they recovered."""
-    heads: set[tuple[object, object]] = set()
-    for event in events:
-        if event.get("state") == "ended":
-            heads.discard(place(event))
-        else:
-            heads.add(place(event))
-    return heads
+    """Return the heads that have an event of some kind which did not end."""
+    last = {(place(event), event.get("kind")): event.get("state") for event in events}
+    return {head for (head, _), state in last.items() if state != "ended"}
 
 
 def count(things: Iterable[object], noun: str) -> str:

@@ -53,7 +53,7 @@ _PAGE = """\
 <pre>{summary}</pre>
 <p>Written {generated} by attn_monitor {version}.</p>
 </details>
-{notes}<noscript>The charts need JavaScript; the summary does not.</noscript>
+{flights}{notes}<noscript>The charts need JavaScript; the summary does not.</noscript>
 </div>
 <main id="attention"></main>
 <script type="application/json" id="attn-monitor-data">{data}</script>
@@ -83,13 +83,16 @@ def _is_report(path: Path) -> bool:
         return _GENERATOR.encode() in file.read(1024)
 
 
-def write_report(path: Path, runs: Sequence[RunData], summary: str, *, megabytes: float = 20.0) -> list[str]:
+def write_report(
+    path: Path, runs: Sequence[RunData], summary: str, flights: Sequence[str] = (), *, megabytes: float = 20.0
+) -> list[str]:
     """Write runs as one HTML file; one that was there is replaced when the new one is complete.
 
     Args:
         path: The file.
         runs: What it shows.
         summary: Text that stands in it.
+        flights: What the flight recorder left, in words: a section for each, the last one unfolded.
         megabytes: About the largest size of the data; steps are left out to keep to it.
 
     Returns:
@@ -100,7 +103,7 @@ def write_report(path: Path, runs: Sequence[RunData], summary: str, *, megabytes
         OSError: If it cannot be written.
     """
     check_output(path)
-    page, left_out = render_report(runs, summary, megabytes=megabytes)
+    page, left_out = render_report(runs, summary, flights, megabytes=megabytes)
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -111,13 +114,19 @@ def write_report(path: Path, runs: Sequence[RunData], summary: str, *, megabytes
 
 
 def render_report(
-    runs: Sequence[RunData], summary: str, *, megabytes: float = 20.0, generated: datetime | None = None
+    runs: Sequence[RunData],
+    summary: str,
+    flights: Sequence[str] = (),
+    *,
+    megabytes: float = 20.0,
+    generated: datetime | None = None,
 ) -> tuple[str, list[str]]:
     """Return the page and, in words, what was left out of it.
 
     Args:
         runs: As in `write_report`.
         summary: As in `write_report`.
+        flights: As in `write_report`.
         megabytes: As in `write_report`.
         generated: The time that stands in it, now by default.
     """
@@ -138,6 +147,7 @@ def render_report(
         policy=_policy(scripts),
         title=html.escape(f"Attention of {names}"),
         style="\n".join([*map(_static, _STYLES), _OWN_STYLE]),
+        flights="".join(_flight(text, text == flights[-1]) for text in flights),
         notes="".join(f"<p>{html.escape(printable(note))}.</p>\n" for note in notes),
         summary=html.escape(summary),
         generated=when,
@@ -145,6 +155,13 @@ def render_report(
         scripts="\n".join(f"<script{attributes}>{text}</script>" for attributes, text in scripts),
     )
     return page, notes
+
+
+def _flight(text: str, unfolded: bool) -> str:
+    """Return the section of a flight record: what happened, with the last observations."""
+    title, _, rest = text.partition("\n")
+    start = f"<details{' open' if unfolded else ''}><summary>{html.escape(title)}</summary>"
+    return f"{start}\n<pre>{html.escape(rest)}</pre>\n</details>\n"
 
 
 def _run_json(run: RunData) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.util.tensor_util import make_ndarray
 
+from attn_monitor.flight_records import FLIGHT_FILE
 from attn_monitor.reports.event_files import Damage, read_records
 from attn_monitor.reports.event_records import EventRecord, read_events, worst_first
+from attn_monitor.reports.flight import Flight, read_flights
 from attn_monitor.tags import EVENTS_FILE
 from attn_monitor.views import RunData, Series, assemble, is_users, series, stages, threshold_of
 
@@ -47,17 +49,20 @@ class RunFiles:
         event_files: TensorBoard's, oldest first.
         csv: That of Lightning's CSVLogger.
         events: The events as plain text.
+        flights: What the flight recorder left.
     """
 
     name: str
     event_files: Sequence[Path]
     csv: Path | None
     events: Path | None = None
+    flights: Sequence[Path] = ()
 
     @property
     def size(self) -> int:
         """Bytes there are to read."""
-        return sum(path.stat().st_size for path in [*self.event_files, self.csv, self.events] if path is not None)
+        paths = [*self.event_files, self.csv, self.events, *self.flights]
+        return sum(path.stat().st_size for path in paths if path is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,14 @@ class Findings:
     Attributes:
         runs: The runs with per-head tables, a stage each.
         scalar_runs: The runs with nothing but scalars of ours.
+        flights: What the flight recorder left, run by run and oldest first.
         foreign: The names of the runs without anything of ours.
         notes: What was lost on the way, in words.
     """
 
     runs: list[RunData] = field(default_factory=list)
     scalar_runs: list[ScalarRun] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -119,12 +126,14 @@ def _runs_below(directory: Path) -> Iterator[RunFiles]:
     for folder, _, names in os.walk(directory):
         here = Path(folder)
         known = [name for name in names if (_EVENT_FILE.search(name) or name == _CSV) and (here / name).is_file()]
-        if known:
+        flights = [here / name for name in names if FLIGHT_FILE.fullmatch(name) and (here / name).is_file()]
+        if known or flights:
             yield RunFiles(
                 name=own if here == directory else here.relative_to(directory).as_posix(),
                 event_files=[here / name for name in sorted(known, key=_age) if name != _CSV],
                 csv=here / _CSV if _CSV in known else None,
                 events=here / EVENTS_FILE if EVENTS_FILE in names and (here / EVENTS_FILE).is_file() else None,
+                flights=sorted(flights),
             )
 
 
@@ -173,6 +182,8 @@ def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
         progress(files.csv.stat().st_size)
     if files.events is not None:
         progress(files.events.stat().st_size)
+    flights = read_flights(files.name, files.flights, notes)
+    progress(sum(path.stat().st_size for path in files.flights))
     scalars = {tag: series(points) for tag, points in stored.scalars.items()}
     users = {tag: points for tag, points in scalars.items() if is_users(tag)}
     own = {tag: points for tag, points in scalars.items() if not is_users(tag)}
@@ -185,8 +196,9 @@ def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
     elif own:
         events = [] if files.events is None else read_events(files.events, notes)
         findings.scalar_runs.append(ScalarRun(files.name, source, own, users, events))
-    else:
+    elif not flights:
         findings.foreign.append(files.name)
+    findings.flights += flights
     findings.notes += notes
 
 

@@ -1,6 +1,6 @@
 """Measure what the monitor costs, print the page, and write it to docs/benchmarks.md.
 
-    python -m tests.benchmarks [--rounds N] [--only steps|first|alone|growth|writing] [--quick]
+    python -m tests.benchmarks [--rounds N] [--only steps|profile|first|alone|growth|writing] [--quick]
 
 A part of the page or a quick look is printed only.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from tests.benchmarks import alone, first, growth, steps, writing
+from tests.benchmarks import alone, first, growth, profile, steps, writing
 from tests.benchmarks.page import PAGE, page
 from tests.benchmarks.sizes import FULL, QUICK
 from tests.benchmarks.turns import progress
 
 SECTIONS = {
     "steps": steps.section,
+    "profile": profile.section,
     "first": first.section,
     "alone": alone.section,
     "growth": growth.section,

@@ -111,9 +111,10 @@ def section(sizes: Sizes, rounds: int, *, quick: bool) -> str:
         ),
         table(header, rows(lines)),
         paragraph(
-            """How to read it: what an observed step adds is mostly a constant per function of torch that the model
-            calls and per attention, some milliseconds a layer. It doubles the step of a toy and is lost in that of a
-            model worth watching. Attaching and detaching is measured alone, with no step between."""
+            """How to read it: what an observed step adds to a small model is mostly a constant per function of torch
+            that the model calls, a few milliseconds a layer; the attention of small layers is looked at together. That
+            more than doubles the step of a toy and is lost in that of a model worth watching. Attaching and detaching
+            is measured alone, with no step between."""
         ),
         "Reproduce with `.venv/bin/python -m tests.benchmarks --only first`.\n",
     ]

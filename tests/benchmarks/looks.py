@@ -16,7 +16,7 @@ from attn_monitor.catalog import ALL, FACTORS, GRADIENTS, HEADLINE
 from attn_monitor.records import AttentionCall
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
-from attn_monitor.tiles import Tile, TiledCall, undisturbed
+from attn_monitor.tiles import Tile, TiledCall, multiply_heads, undisturbed
 from attn_monitor.workspace import Workspaces
 from tests.benchmarks.sizes import SEED, Sizes
 
@@ -93,17 +93,26 @@ def ways(case: Case, max_queries: int, spaces: Workspaces | None = None) -> dict
     }
 
 
-def floor(call: AttentionCall, spaces: Workspaces) -> Tensor:
-    """Do what no exact look can do without, and nothing else: the product and one softmax of every tile."""
+def floor(call: AttentionCall, spaces: Workspaces, grad_output: Tensor | None = None) -> Tensor:
+    """Do what no exact look can do without, and nothing else: the product and one softmax of every tile.
+
+    Args:
+        call: The attention.
+        spaces: Memory to compute in.
+        grad_output: The gradient of its output: with it the product of that and the values as well.
+    """
     tiled = TiledCall.of(call)
 
-    def look(part: TiledCall, tile: Tile) -> None:
+    def look(items: slice, heads: slice, part: TiledCall, tile: Tile) -> None:
         work = spaces.at(tiled.device, tiled.dtype)
         logits = part.product(tile, work)
         torch._softmax(logits, -1, False, out=work.second(logits))
+        if grad_output is not None and part.call.value is not None:
+            multiply_heads(grad_output[items, heads, tile.rows], part.call.value, tile.columns, work)
 
     with undisturbed(call.query):
-        jobs = (partial(look, part, tile) for _, _, part in tiled.parts() for tile in part.tiles())
+        parts = tiled.parts(values=grad_output is not None)
+        jobs = (partial(look, items, heads, part, tile) for items, heads, part in parts for tile in part.tiles())
         crew.run(jobs, tiled.workers)
     assert call.query is not None, "a call that is made of query and key"
     return call.query

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from attn_monitor import AttentionMonitor, AttentionProbe, AttentionStatistics
-from attn_monitor.saturation import AttentionWarning
+from attn_monitor.events import AttentionWarning
 from tests.models import quiet, read_events
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -171,7 +171,7 @@ def fit(model: Any, monitors: Any, data: Any, validation: Any = None, **settings
         trainer = quiet(callbacks=callbacks, **settings)
         trainer.fit(model, data, validation, ckpt_path=checkpoint)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
-    return trainer, [text for text in said if "no logger" not in text]
+    return trainer, [text for text in said if "no logger" not in text and "scale audit" not in text]
 
 
 def curve(monitor: AttentionMonitor, layer: str, name: str) -> list[float]:

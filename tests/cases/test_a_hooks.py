@@ -24,8 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attn_monitor import AttentionMonitor, AttentionProbe
-from attn_monitor import collector as collector_module
-from attn_monitor import taps as taps_module
+from attn_monitor import looks as looks_module
 from tests.cases.support import SelfAttention, Trained, close, collect, entropy, fit, hooks, normal, only, serve, value
 from tests.models import LIGHTNING_ADVICE
 from tests.reference import assert_matches, attention_reference
@@ -471,7 +470,7 @@ def test_a15_no_graph_stays_alive(every: int) -> None:
                 gc.collect()
                 counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
 
-    monitor = AttentionMonitor(every_n_steps=every, history_size=0)
+    monitor = AttentionMonitor(every_n_steps=every, history_size=0, flight_recorder=0)
     model = Trained(nn.Sequential(SelfAttention(12, 2), SelfAttention(12, 3)))
     reference = weakref.ref(model)
     trainer, _ = fit(model, [monitor, Count()], serve(normal(50, 5, 12)))
@@ -682,10 +681,8 @@ def test_a23_an_error_or_a_value_of_ours_never_reaches_the_training(monkeypatch:
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("the statistic is broken")
 
-    monkeypatch.setattr(collector_module, "attention_rows", broken)
-
-    monkeypatch.setattr(collector_module, "softmax_rows", broken)
-    monkeypatch.setattr(taps_module, "attention_rows", broken)
+    monkeypatch.setattr(looks_module, "attention_rows", broken)
+    monkeypatch.setattr(looks_module, "softmax_rows", broken)
     trainer, (said,) = fit(watched, AttentionMonitor(), serve(data))
     assert trainer.global_step == 4
     assert said.startswith(
@@ -694,8 +691,8 @@ def test_a23_an_error_or_a_value_of_ours_never_reaches_the_training(monkeypatch:
     assert all(torch.equal(one, other) for one, other in zip(alone.parameters(), watched.parameters(), strict=True))
 
     monkeypatch.undo()
-    monkeypatch.setattr(taps_module, "attention_rows", broken)
-    monkeypatch.setattr(taps_module, "attention_gradient_rows", broken)
+    monkeypatch.setattr(looks_module, "attention_rows", broken)
+    monkeypatch.setattr(looks_module, "attention_gradient_rows", broken)
     net = copy.deepcopy(alone.net)
     x = data[:2]
     with AttentionProbe(net) as probe:

@@ -27,7 +27,7 @@ from pytorch_lightning.tuner.tuning import Tuner
 from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor
-from attn_monitor.saturation import AttentionWarning
+from attn_monitor.events import AttentionWarning
 from tests.cases.support import SelfAttention, Thermostat, Trained, close, fit, hooks, normal, serve, tb_tags, value
 from tests.models import LIGHTNING_ADVICE, quiet, read_events
 

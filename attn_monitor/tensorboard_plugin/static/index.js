@@ -1110,14 +1110,20 @@ class App {
 
   /** Heads with an event that is open at the present step: "layer:head" -> its severity, and since which step. */
   openEvents(meta) {
-    const open = new Map();
+    const kinds = new Map(); // a head may have an open event of each kind
     for (const event of this.events) {
       if (event.run !== meta.name || event.step > this.step) continue;
       const layer = meta.layers.indexOf(event.layer);
       if (layer < 0) continue;
       const key = `${layer}:${event.head}`;
-      if (event.state === "ended") open.delete(key);
-      else open.set(key, { severity: event.severity, since: event.step, message: event.message });
+      if (!kinds.has(key)) kinds.set(key, new Map());
+      if (event.state === "ended") kinds.get(key).delete(event.kind);
+      else kinds.get(key).set(event.kind, { severity: event.severity, since: event.step, message: event.message });
+    }
+    const open = new Map();
+    for (const [key, events] of kinds) {
+      const found = [...events.values()];
+      if (found.length) open.set(key, found.find(({ severity }) => severity === "critical") || found.at(-1));
     }
     return open;
   }

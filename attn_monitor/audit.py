@@ -1,0 +1,132 @@
+"""What is wrong with attention as a whole, said once: a scale that is off, and attention that attends to nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attn_monitor.diagnosis import SAFE_SCALE
+from attn_monitor.records import AttentionStatistics
+from attn_monitor.saturation import SaturationRule
+
+_UNIT = (0.75, 1.33)
+"""Queries or keys whose norm lies here are of unit length, so that their product needs no 1/sqrt(d_k)."""
+_NEAR = 0.05
+_HEALTHY = 0.5
+"""Of its limit: the ratio below which the logits of an unscaled layer are healthy."""
+UNIFORM = 0.995
+"""Heads whose `entropy_normalized` is above this attend to everything alike, as all do at first."""
+_OBSERVATIONS = 20
+_STEPS = 500
+_LISTED = 4
+
+
+def scale_findings(statistics: Mapping[str, AttentionStatistics], rule: SaturationRule) -> list[str]:
+    """Return what is to be said of the scales in the first record of a run, one text for each kind of scale.
+
+    A `scale_ratio` outside 0.8 to 1.2 is told with what it most likely is. Designs that leave the scale out on purpose
+    have queries or keys of unit length (cosine attention, QK-norm by length, T5's initialisation): of these nothing is
+    said while their logits are healthy.
+    """
+    found: dict[str, list[str]] = {}
+    for layer, stats in statistics.items():
+        ratio = _common(stats.scale_ratio)
+        if ratio is None or stats.head_dim is None or SAFE_SCALE[0] <= round(abs(ratio), 4) <= SAFE_SCALE[1]:
+            continue
+        if _meant(stats, rule.of(layer)):
+            continue
+        found.setdefault(_meaning(abs(ratio), stats.head_dim, stats.head_dim * stats.heads), []).append(layer)
+    return [f"scale audit: {text} in {_names(layers)}" for text, layers in found.items()]
+
+
+class UniformWatch:
+    """Tells once when every head of a model has attended to everything alike for a long time."""
+
+    def __init__(self) -> None:
+        self._memory = _Memory()
+
+    def update(self, step: int, statistics: Mapping[str, AttentionStatistics]) -> list[str]:
+        """Take in one observation and return what is to be said."""
+        memory = self._memory
+        heads = [entropy for stats in statistics.values() for entropy in _finite(stats.entropy_normalized)]
+        if not heads:
+            return []
+        if min(heads) <= UNIFORM:
+            memory.count, memory.since = 0, step
+            return []
+        if memory.count == 0:
+            memory.since = step
+        memory.count += 1
+        if memory.told or memory.count < _OBSERVATIONS or step - memory.since < _STEPS:
+            return []
+        memory.told = True
+        return [
+            f"step {step}: attention is uniform, all {len(heads)} heads have attended to every key alike since step "
+            f"{memory.since} (entropy_normalized {min(heads):.4f} or more); what helps: a larger scale, larger initial "
+            "W_q and W_k, or a higher learning rate"
+        ]
+
+    def forget(self) -> None:
+        """Start afresh."""
+        self._memory = _Memory()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory as plain Python values."""
+        return asdict(self._memory)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the memory."""
+        self._memory = _Memory(**state)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Since when attention has been uniform."""
+
+    count: int = 0
+    since: int = 0
+    told: bool = False
+
+
+def _meant(stats: AttentionStatistics, rule: SaturationRule) -> bool:
+    """Tell whether a layer leaves its scale out on purpose: vectors of unit length, and healthy logits."""
+    ratios = _finite(rule.ratio(stats))
+    if stats.head_dim is None or not ratios or max(ratios) > _HEALTHY * rule.limit(stats):
+        return False
+    sizes = (_common(stats.q_rms), _common(stats.k_rms))
+    lengths = [size * math.sqrt(stats.head_dim) for size in sizes if size is not None]
+    return any(_UNIT[0] <= length <= _UNIT[1] for length in lengths)
+
+
+def _meaning(ratio: float, head_dim: int, width: int) -> str:
+    """Return what a scale ratio most likely is."""
+    guesses = [
+        (math.sqrt(head_dim), "the scale 1/sqrt(d_k) is missing"),
+        (float(head_dim), "sqrt(d_k) stands in place of 1/sqrt(d_k)"),
+        (1 / math.sqrt(head_dim), "1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice"),
+        (math.sqrt(head_dim / width), "1/sqrt(d_model) stands in place of 1/sqrt(d_k)"),
+        (2.0, "the scale is doubled"),
+    ]
+    fitting = [text for value, text in guesses if head_dim > 1 and abs(ratio / value - 1) < _NEAR]
+    text = fitting[0] if fitting else "it is outside of 0.8 to 1.2, where it is known to be harmless"
+    return f"scale * sqrt(d_k={head_dim}) is {ratio:.3g}, {text},"
+
+
+def _names(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - _LISTED} more layers" if len(layers) > _LISTED else ""
+    return f"{', '.join(layers[:_LISTED])}{more}"
+
+
+def _common(values: Tensor | None) -> float | None:
+    """Return the median over heads, `None` where nothing was measured."""
+    found = sorted(_finite(values))
+    return found[len(found) // 2] if found else None
+
+
+def _finite(values: Tensor | None) -> list[float]:
+    numbers: list[float] = [] if values is None else values.tolist()
+    return [number for number in numbers if math.isfinite(number)]

@@ -1,0 +1,160 @@
+"""What is told of a head: the event, its message, and the error that ends a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Severity = Literal["warning", "critical"]
+Kind = Literal["saturated", "nonfinite", "overflow"]
+"""What a head can have an open event of; each opens and ends by itself."""
+
+NONFINITE = "nonfinite"
+"""What an event of nan or inf logits calls its statistic."""
+OVERFLOW = "float16_overflow"
+"""What an event of logits too large for float16 calls its statistic."""
+COLLAPSE = "jacobian_trace"
+"""What an event of attention that passes no gradient calls its statistic, where no head is above its limit."""
+
+_LISTED = 20
+"""How many heads one text lists at most."""
+
+
+class AttentionWarning(UserWarning):
+    """Every warning of attn_monitor, so that one filter can choose them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaturationEvent:
+    """A head that is saturated, or has logits that are nan, inf or near the end of float16. `str(event)` says it.
+
+    Attributes:
+        step: The step of the onset, the x value of the logged metrics.
+        layer: The layer, named as in `model.named_modules()`.
+        head: The query head, from 0.
+        statistic: What was measured: the rule's statistic, `"nonfinite"`, `"float16_overflow"`, or
+            `"jacobian_trace"` where attention collapsed without a head above its limit.
+        value: Its value, for `"nonfinite"` the number of such logits, for `"float16_overflow"` the largest absolute
+            logit.
+        head_dim: D of query and key, `None` if unknown.
+        ratio: The saturation ratio; inf for `"nonfinite"`, `value / 65504` for `"float16_overflow"`.
+        threshold: The limit of the ratio.
+        severity: "critical" if learning through attention is gone, or for `"nonfinite"`; "warning" before.
+        critical_step: The step at which it became critical, which all numbers are then from; `None` before.
+        critical_reason: What makes it critical, in words.
+        cause: The likely cause, in words.
+        remedy: What people do about such a cause, in words.
+        shares: The share of each factor in the growth of the logits since `baseline_step`; they add up to 1. Empty if
+            the logits did not clearly grow. `rest` is what bias, softcap and row offsets make of the products.
+        baseline_step: The step of the head's first observation, with which it is compared.
+        scale_ratio: scale * sqrt(D), 1 for textbook attention.
+        q_rms: Root mean square of the query entries.
+        k_rms: Root mean square of the key entries.
+        alignment: How far queries and keys point along the same few directions, 1 for independent ones.
+        logit_max: The largest logit.
+    """
+
+    step: int
+    layer: str
+    head: int
+    statistic: str
+    value: float
+    head_dim: int | None
+    ratio: float
+    threshold: float
+    severity: Severity
+    critical_step: int | None = None
+    critical_reason: str = ""
+    cause: str = ""
+    remedy: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    baseline_step: int | None = None
+    scale_ratio: float | None = None
+    q_rms: float | None = None
+    k_rms: float | None = None
+    alignment: float | None = None
+    logit_max: float | None = None
+
+    def __str__(self) -> str:
+        return "\n  ".join(self._parts)
+
+    @property
+    def line(self) -> str:
+        """The message in one line."""
+        return "; ".join(self._parts)
+
+    @property
+    def kind(self) -> Kind:
+        """What the event is of; a head has at most one open event of each kind."""
+        kinds: dict[str, Kind] = {NONFINITE: "nonfinite", OVERFLOW: "overflow"}
+        return kinds.get(self.statistic, "saturated")
+
+    @property
+    def latest(self) -> int:
+        """The step that the numbers are from."""
+        return self.step if self.critical_step is None else self.critical_step
+
+    @property
+    def finding(self) -> str:
+        """What was found where, without the step."""
+        since = f", since step {self.step}" if self.latest != self.step else ""
+        reason = f"; critical: {self.critical_reason}" if self.critical_reason else ""
+        return f"head {self.head} of {self.layer} {self._measured()}{since}{reason}"
+
+    @property
+    def explanation(self) -> str:
+        """The likely cause and what people do about it; empty if neither is known."""
+        helps = f"what helps: {self.remedy}" if self.remedy else ""
+        return "; ".join(part for part in (self.cause, helps) if part)
+
+    @property
+    def _parts(self) -> list[str]:
+        parts = [f"step {self.latest}: {self.finding}", self.explanation]
+        return [part for part in parts if part]
+
+    def _measured(self) -> str:
+        if self.statistic == NONFINITE:
+            noun = "logit that is" if self.value == 1 else "logits that are"
+            return f"has {self.value:.0f} allowed {noun} nan or inf"
+        if self.statistic == OVERFLOW:
+            return f"has a logit of {self.value:.3g}, {self.ratio:.0%} of the largest float16 number, 65504"
+        if self.statistic == COLLAPSE:
+            return f"passes {self.value:.1%} of the gradient that uniform attention would (jacobian_trace)"
+        if self.statistic == "critical_ratio":
+            return f"is saturated, critical_ratio {self.value:.3g} (limit {self.threshold:g})"
+        return (
+            f"is saturated, {self.statistic} {self.value:.3g} is {self.ratio:.3g} x sqrt(d_k={self.head_dim}) "
+            f"(limit {self.threshold:g})"
+        )
+
+
+def listed(events: Sequence[SaturationEvent]) -> list[str]:
+    """Return the lines that tell of events, the worst heads first, with one explanation for all of one remedy."""
+    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
+    groups: dict[str, list[SaturationEvent]] = {}
+    for event in worst[:_LISTED]:
+        groups.setdefault(event.remedy, []).append(event)
+    lines = []
+    for group in groups.values():
+        lines += [f"  step {event.latest}: {event.finding}" for event in group]
+        if group[0].explanation:
+            lines.append(f"    {'of the first of these: ' if len(group) > 1 else ''}{group[0].explanation}")
+    more = [f"  and {len(worst) - _LISTED} more, all in `monitor.events`"] if len(worst) > _LISTED else []
+    return lines + more
+
+
+class AttentionSaturationError(RuntimeError):
+    """Training was ended because heads are critically saturated.
+
+    Attributes:
+        events: The critical events, empty on a rank that has none of its own.
+    """
+
+    def __init__(self, events: Sequence[SaturationEvent]) -> None:
+        self.events = list(events)
+        found = listed(self.events) or ["  the events were found by another rank"]
+        super().__init__("\n".join(["attention is critically saturated", *found]))
+
+    def __reduce__(self) -> tuple[type[AttentionSaturationError], tuple[list[SaturationEvent]]]:
+        return type(self), (self.events,)  # exceptions of workers travel pickled

@@ -1,0 +1,167 @@
+"""What the flight recorder left, in words, and as a run that the page can draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attn_monitor.flight_records import FlightRecord, from_json
+from attn_monitor.reports.event_records import count
+from attn_monitor.reports.summary import aligned, shown
+from attn_monitor.reports.terminal import printable
+from attn_monitor.scales import RATIO
+from attn_monitor.views import RunData, Series, Table, series
+
+_SHOWN = 8
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A file of the flight recorder.
+
+    Attributes:
+        run: The name of the run in whose folder it is.
+        record: What it holds.
+    """
+
+    run: str
+    record: FlightRecord
+
+    @property
+    def name(self) -> str:
+        """How its heads are called among the runs of the page."""
+        return f"{self.run} (flight record of step {self.record.step})"
+
+
+def read_flights(run: str, paths: Sequence[Path], notes: list[str]) -> list[Flight]:
+    """Return the flight records of a run, oldest first.
+
+    Args:
+        run: The name of the run.
+        paths: The files.
+        notes: Takes, in words, what could not be read.
+    """
+    records = [_read(path, notes) for path in paths]
+    flights = [Flight(run, record) for record in records if record is not None]
+    return sorted(flights, key=lambda flight: flight.record.step)
+
+
+def _read(path: Path, notes: list[str]) -> FlightRecord | None:
+    try:
+        return from_json(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        notes.append(f"{path} could not be read: {error.strerror or error}")
+    except ValueError as error:
+        notes.append(f"{path} could not be read: {error}")
+    return None
+
+
+def newest_flights(flights: Sequence[Flight]) -> list[Flight]:
+    """Return the last flight record of each run: the others hold less of the same."""
+    return list({flight.run: flight for flight in flights}.values())
+
+
+def summarize_flights(flights: Sequence[Flight]) -> list[str]:
+    """Return the last flight record of each run in words, and of those before it when and why they were written."""
+    newest = newest_flights(flights)
+    return [summarize_flight(flight, brief=flight not in newest) for flight in flights]
+
+
+def summarize_flight(flight: Flight, *, brief: bool = False) -> str:
+    """Return when and why it was written, where nan or inf began, the diagnosis, and the last observations.
+
+    Args:
+        flight: The record.
+        brief: Whether to leave the last two out.
+    """
+    record = flight.record
+    written = f", written {record.written}" if record.written else ""
+    lines = [f"{flight.run}: flight record of step {record.step}{written}: {', '.join(record.reasons)}"]
+    if record.exception:
+        lines += [f"  {line}" for line in record.exception.splitlines()[:_MOST_LINES]]
+    if record.began is not None:
+        lines.append(f"  {record.began.text}")
+    if brief:
+        return "\n".join(map(printable, lines))
+    told = [line for text in record.diagnosis for line in text.splitlines()]
+    lines += [f"  {line}" for line in told[:_MOST_LINES]]
+    if len(told) > _MOST_LINES:
+        lines.append(f"  and {count(told[_MOST_LINES:], 'line')} more in the file")
+    return "\n".join(map(printable, [*lines, *_last_observations(record)]))
+
+
+def _last_observations(record: FlightRecord) -> list[str]:
+    if not record.observations:
+        return []
+    ratios = dict(zip((one.step for one in record.tabled), record.tables.get(RATIO, ()), strict=False))
+    rows = [["last observations", "loss", "learning rate", "gradient norm", "largest ratio", "of"]]
+    for one in record.observations[-_SHOWN:]:
+        ratio, place = _largest(record, ratios.get(one.step))
+        rates = [shown(rate) for rates in one.learning_rates for rate in rates]
+        rows.append(
+            [
+                f"step {one.step}",
+                _number(one.loss),
+                " ".join(dict.fromkeys(rates)) or "-",
+                _number(one.grad_norm),
+                shown(ratio),
+                place,
+            ]
+        )
+    return ["", *aligned([list(map(printable, row)) for row in rows])]
+
+
+def _number(value: float | None) -> str:
+    """Return a number, where nan is one; a dash is what was not measured."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _largest(record: FlightRecord, ratios: NDArray[np.float32] | None) -> tuple[float, str]:
+    """Return the largest ratio of an observation and whose it is."""
+    if ratios is None or not np.isfinite(ratios).any():
+        return math.nan, "-"
+    column = int(np.nanargmax(np.where(np.isfinite(ratios), ratios, np.nan)))
+    value = float(ratios[column])
+    for layer, heads in record.heads.items():
+        if column < heads:
+            return value, f"head {column} of {layer}"
+        column -= heads
+    return value, "-"
+
+
+def as_run(flight: Flight) -> RunData:
+    """Return what it holds as a run: every head, and the curves of losses, learning rates and gradient norms."""
+    record = flight.record
+    layers, widest = list(record.heads), max(record.heads.values(), default=0)
+    steps = np.array([one.step for one in record.tabled], np.int64)
+    tables = {}
+    for name, values in record.tables.items():
+        table = np.full((len(steps), len(layers), widest), np.nan, np.float32)
+        start = 0
+        for row, heads in enumerate(record.heads.values()):
+            table[:, row, :heads] = values[:, start : start + heads]
+            start += heads
+        tables[name] = Table(steps, table)
+    dims = [record.head_dims.get(layer) for layer in layers]
+    return RunData(flight.name, layers, dims, record.limit, tables, [], _curves(record))
+
+
+def _curves(record: FlightRecord) -> dict[str, Series]:
+    points: dict[str, list[tuple[int, float]]] = {"loss": list(record.losses)}
+    for one in record.observations:
+        found: dict[str, float | None] = {"grad_norm": one.grad_norm}
+        several = sum(map(len, one.learning_rates)) > 1
+        for optimizer, rates in enumerate(one.learning_rates):
+            for group, rate in enumerate(rates):
+                found[f"learning_rate/optimizer {optimizer} group {group}" if several else "learning_rate"] = rate
+        found |= {f"grad_norm/{layer}": norm for layer, norm in one.layer_grad_norms.items()}
+        for name, value in found.items():
+            if value is not None:
+                points.setdefault(name, []).append((one.step, value))
+    return {name: series(values) for name, values in points.items() if values}

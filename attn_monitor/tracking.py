@@ -1,0 +1,294 @@
+"""From observations to events: the memory of every head between observations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from attn_monitor.diagnosis import BROKEN, FACTORS, PRECISION, Diagnosis, diagnose
+from attn_monitor.events import COLLAPSE, NONFINITE, OVERFLOW, Kind, SaturationEvent
+from attn_monitor.records import FLOAT16_MAX, AttentionStatistics
+from attn_monitor.saturation import SaturationRule
+from attn_monitor.severity import Collapse
+
+OVERFLOW_AHEAD = 0.5
+"""From this fraction of the largest float16 number on, a logit is told of."""
+_STATE_VERSION = 2
+_EVENT_FACTORS = ("scale_ratio", "q_rms", "k_rms", "alignment", "logit_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What one observation changed."""
+
+    opened: list[SaturationEvent] = field(default_factory=list)
+    escalated: list[SaturationEvent] = field(default_factory=list)
+    """Known events that became critical."""
+    closed: list[tuple[str, int]] = field(default_factory=list)
+    """Layer and head of the events that ended."""
+    ended: list[SaturationEvent] = field(default_factory=list)
+    """The same events, with the numbers of the observation that ended them."""
+
+
+@dataclass(slots=True)
+class _Head:
+    """The memory of one head."""
+
+    above: int = 0
+    events: dict[str, SaturationEvent] = field(default_factory=dict)
+    since: int = 0
+    baseline: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What one observation says about one head; nan is not measured."""
+
+    statistic: str
+    value: float
+    ratio: float
+    limit: float
+    head_dim: int | None
+    nonfinite: float
+    overflow: float
+    trace: float
+    sink_mass: float
+    factors: dict[str, float]
+
+
+class SaturationTracker:
+    """Turns observations into events, one of each kind per head until it ends.
+
+    Args:
+        rule: When a head is saturated.
+
+    Attributes:
+        events: Every event so far, oldest first. An event that becomes critical is replaced in place.
+    """
+
+    def __init__(self, rule: SaturationRule) -> None:
+        self.rule = rule
+        self.events: list[SaturationEvent] = []
+        self._layers: dict[str, list[_Head]] = {}
+        self._collapse = Collapse(rule)
+
+    @property
+    def open_heads(self) -> int:
+        """How many heads have an open event."""
+        return sum(bool(head.events) for heads in self._layers.values() for head in heads)
+
+    def update(self, step: int, statistics: Mapping[str, AttentionStatistics]) -> Changes:
+        """Take in one observation of some layers and return what it changed."""
+        changes = Changes()
+        collapsed = self._collapse.update(statistics)
+        for layer, stats in statistics.items():
+            if len(self._layers.get(layer, ())) != stats.heads:  # new, or another model under the same name
+                self._layers[layer] = [_Head() for _ in range(stats.heads)]
+            readings = _readings(self.rule.of(layer), stats)
+            for index, reading in enumerate(readings):
+                self._advance(_Place(step, layer, index), reading, layer in collapsed, changes)
+            if layer in collapsed:
+                self._condemn(step, layer, readings, collapsed[layer], changes)
+        return changes
+
+    def forget(self, layers: Iterable[str] | None = None) -> None:
+        """Drop the memory of some layers, of all for `None`; the list of events stays."""
+        gone = list(self._layers) if layers is None else list(layers)
+        for layer in gone:
+            self._layers.pop(layer, None)
+        self._collapse.forget(gone)
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """The layers that are remembered."""
+        return frozenset(self._layers)
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """The number of heads of every layer that is remembered, in the order of their first observation."""
+        return {layer: len(heads) for layer, heads in self._layers.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory as plain Python values."""
+        return {
+            "version": _STATE_VERSION,
+            "events": [asdict(event) for event in self.events],
+            "layers": {layer: [asdict(head) for head in heads] for layer, heads in self._layers.items()},
+            "collapse": self._collapse.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the memory.
+
+        Raises:
+            ValueError: If the state is of another version; the memory is left as it was.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"expected a saturation state of version {_STATE_VERSION}, got {state.get('version')!r}")
+        events = [SaturationEvent(**event) for event in state["events"]]
+        layers = {layer: [_head(head) for head in heads] for layer, heads in state["layers"].items()}
+        self._collapse.load_state_dict(state["collapse"])
+        self.events, self._layers = events, layers
+
+    def _advance(self, place: _Place, reading: _Reading, collapsed: bool, changes: Changes) -> None:
+        head = self._head(place)
+        if not head.baseline:
+            head.baseline, head.since = reading.factors, place.step
+        self._toggle(place, "nonfinite", reading, bool(reading.nonfinite), not reading.nonfinite, changes)
+        ahead, gone = reading.overflow >= OVERFLOW_AHEAD, reading.overflow < OVERFLOW_AHEAD / 2
+        self._toggle(place, "overflow", reading, ahead, gone, changes)
+        if math.isnan(reading.ratio):
+            return  # not measured is no observation
+        head.above = head.above + 1 if reading.ratio > reading.limit else 0
+        event = head.events.get("saturated")
+        lasting = collapsed and event is not None and event.statistic == COLLAPSE
+        recovered = reading.ratio < self.rule.release * reading.limit and not lasting
+        self._toggle(place, "saturated", reading, head.above >= self.rule.patience, recovered, changes)
+
+    def _toggle(self, place: _Place, kind: Kind, reading: _Reading, begins: bool, ends: bool, changes: Changes) -> None:
+        """Open an event of a kind that has none, or end the one it has."""
+        head = self._head(place)
+        if begins and kind not in head.events:
+            self._open(place, kind, reading, changes)
+        elif ends and kind in head.events:
+            ratio = reading.ratio if kind == "nonfinite" else _ratio(kind, reading)
+            event = replace(head.events.pop(kind), value=_value(kind, reading), ratio=ratio)
+            changes.closed.append((place.layer, place.head))
+            changes.ended.append(event)
+
+    def _open(
+        self, place: _Place, kind: Kind, reading: _Reading, changes: Changes, *, critical_reason: str = ""
+    ) -> None:
+        head = self._head(place)
+        critical = bool(critical_reason) or kind == "nonfinite"
+        above = reading.ratio > reading.limit
+        statistic = {
+            "nonfinite": NONFINITE,
+            "overflow": OVERFLOW,
+            "saturated": reading.statistic if above else COLLAPSE,
+        }
+        event = SaturationEvent(
+            step=place.step,
+            layer=place.layer,
+            head=place.head,
+            statistic=statistic[kind],
+            value=reading.trace if statistic[kind] == COLLAPSE else _value(kind, reading),
+            head_dim=reading.head_dim,
+            ratio=_ratio(kind, reading),
+            threshold=OVERFLOW_AHEAD if kind == "overflow" else reading.limit,
+            severity="critical" if critical else "warning",
+            critical_step=place.step if critical else None,
+            critical_reason=critical_reason,
+            **_explained(head, reading, kind),
+        )
+        head.events[kind] = event
+        self.events.append(event)
+        changes.opened.append(event)
+
+    def _condemn(self, step: int, layer: str, readings: list[_Reading], reason: str, changes: Changes) -> None:
+        """Make the events of a collapsed layer critical; if it has none, open one for the head that passes least."""
+        heads = self._layers[layer]
+        for index, head in enumerate(heads):
+            event = head.events.get("saturated")
+            if event is None or event.severity == "critical":
+                continue
+            reading, place = readings[index], _Place(step, layer, index)
+            known = not math.isnan(reading.ratio)
+            self._replace(
+                place,
+                replace(
+                    event,
+                    severity="critical",
+                    critical_step=step,
+                    critical_reason=reason,
+                    value=_value("saturated", reading) if known else event.value,
+                    ratio=reading.ratio if known else event.ratio,
+                    **_explained(head, reading, "saturated"),
+                ),
+                changes,
+            )
+        if not any("saturated" in head.events for head in heads):
+            traces = [reading.trace if reading.trace == reading.trace else math.inf for reading in readings]
+            worst = min(range(len(traces)), key=lambda index: traces[index])
+            self._open(_Place(step, layer, worst), "saturated", readings[worst], changes, critical_reason=reason)
+
+    def _replace(self, place: _Place, event: SaturationEvent, changes: Changes) -> None:
+        head = self._head(place)
+        old = head.events["saturated"]
+        head.events["saturated"] = event
+        new = next((index for index, opened in enumerate(changes.opened) if opened is old), None)
+        if old in self.events:  # the list is the user's to clear
+            self.events[self.events.index(old)] = event
+        if new is not None:
+            changes.opened[new] = event
+        else:
+            changes.escalated.append(event)
+
+    def _head(self, place: _Place) -> _Head:
+        return self._layers[place.layer][place.head]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where and when a head was observed."""
+
+    step: int
+    layer: str
+    head: int
+
+
+def _value(kind: Kind, reading: _Reading) -> float:
+    return {"nonfinite": reading.nonfinite, "overflow": reading.overflow * FLOAT16_MAX, "saturated": reading.value}[
+        kind
+    ]
+
+
+def _ratio(kind: Kind, reading: _Reading) -> float:
+    return {"nonfinite": math.inf, "overflow": reading.overflow, "saturated": reading.ratio}[kind]
+
+
+def _explained(head: _Head, reading: _Reading, kind: Kind) -> dict[str, Any]:
+    """Return the fields of an event that say why."""
+    found = diagnose(
+        reading.factors, head.baseline, since=head.since, head_dim=reading.head_dim, sink_mass=reading.sink_mass
+    )
+    if kind != "saturated":
+        found = Diagnosis(cause=found.cause, remedy=BROKEN if kind == "nonfinite" else PRECISION, shares=found.shares)
+    return {
+        "cause": found.cause,
+        "remedy": found.remedy,
+        "shares": dict(found.shares),
+        "baseline_step": head.since,
+        **{name: reading.factors.get(name) for name in _EVENT_FACTORS},
+    }
+
+
+def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading]:
+    """Return what the record says about each head; one conversion per tensor."""
+    missing = [math.nan] * stats.heads
+    measured = {name: tensor.tolist() for name, tensor in stats.measured().items()}
+    name = rule.measure(stats)
+    known = [factor for factor in FACTORS if factor in measured]
+    ratios, limit = rule.ratio(stats).tolist(), rule.limit(stats)
+    overflow = missing if stats.overflow_ratio is None else stats.overflow_ratio.tolist()
+    return [
+        _Reading(
+            statistic=name,
+            value=measured.get(name, missing)[index],
+            ratio=ratios[index],
+            limit=limit,
+            head_dim=stats.head_dim,
+            nonfinite=float(measured[NONFINITE][index]),
+            overflow=overflow[index] if math.isfinite(overflow[index]) else math.nan,
+            trace=measured.get("jacobian_trace", missing)[index],
+            sink_mass=measured.get("sink_mass", missing)[index],
+            factors={factor: measured[factor][index] for factor in known if math.isfinite(measured[factor][index])},
+        )
+        for index in range(stats.heads)
+    ]
+
+
+def _head(state: Mapping[str, Any]) -> _Head:
+    return _Head(**{**state, "events": {kind: SaturationEvent(**event) for kind, event in state["events"].items()}})
