@@ -97,10 +97,9 @@ class SaturationEvent:
 
     @property
     def finding(self) -> str:
-        """What was found where, without the step."""
+        """What was found where, without the step and without what makes it critical."""
         since = f", since step {self.step}" if self.latest != self.step else ""
-        reason = f"; critical: {self.critical_reason}" if self.critical_reason else ""
-        return f"head {self.head} of {self.layer} {self._measured()}{since}{reason}"
+        return f"head {self.head} of {self.layer} {self._measured()}{since}"
 
     @property
     def explanation(self) -> str:
@@ -110,7 +109,8 @@ class SaturationEvent:
 
     @property
     def _parts(self) -> list[str]:
-        parts = [f"step {self.latest}: {self.finding}", self.explanation]
+        reason = f"; critical: {self.critical_reason}" if self.critical_reason else ""
+        parts = [f"step {self.latest}: {self.finding}{reason}", self.explanation]
         return [part for part in parts if part]
 
     def _measured(self) -> str:
@@ -129,18 +129,20 @@ class SaturationEvent:
         )
 
 
-def listed(events: Sequence[SaturationEvent]) -> list[str]:
-    """Return the lines that tell of events, the worst heads first, with one explanation for all of one remedy."""
+def listed(events: Sequence[SaturationEvent], where: str = "`monitor.events`") -> list[str]:
+    """Return the lines that tell of events, the worst heads first; what is said of many is said once."""
     worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
-    groups: dict[str, list[SaturationEvent]] = {}
+    groups: dict[tuple[str, str], list[SaturationEvent]] = {}
     for event in worst[:_LISTED]:
-        groups.setdefault(event.remedy, []).append(event)
+        groups.setdefault((event.critical_reason, event.remedy), []).append(event)
     lines = []
-    for group in groups.values():
+    for (reason, _), group in groups.items():
         lines += [f"  step {event.latest}: {event.finding}" for event in group]
+        if reason:
+            lines.append(f"    critical: {reason}")
         if group[0].explanation:
-            lines.append(f"    {'of the first of these: ' if len(group) > 1 else ''}{group[0].explanation}")
-    more = [f"  and {len(worst) - _LISTED} more, all in `monitor.events`"] if len(worst) > _LISTED else []
+            lines.append(f"    {'of the first of these, ' if len(group) > 1 else ''}{group[0].explanation}")
+    more = [f"  and {len(worst) - _LISTED} more, all in {where}"] if len(worst) > _LISTED else []
     return lines + more
 
 

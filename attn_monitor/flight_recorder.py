@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attn_monitor.events import SaturationEvent
+from attn_monitor.events import SaturationEvent, listed
 from attn_monitor.flight_memory import FlightMemory
 from attn_monitor.flight_records import Beginning, FlightRecord, Observation, flight_name, to_json, write_flight
 from attn_monitor.gradient_norms import GradientNorms
@@ -31,7 +31,6 @@ MOST_FILES, MOST_FOR_EVENTS = 8, 4
 MOST_WAITING = 4096
 """How many losses wait to be read at most, one a batch."""
 _EVENT, _LOSS, _LOGITS, _EXCEPTION = "critical event", "loss not finite", "logits not finite", "exception"
-_MOST_TEXTS = 20
 _LONGEST = 4000
 
 
@@ -316,8 +315,7 @@ class FlightRecorder:
 def _diagnosis(events: Sequence[SaturationEvent]) -> list[str]:
     """Return what the critical events say, all events if there is none."""
     told = [event for event in events if event.severity == "critical"] or events
-    more = len(told) - _MOST_TEXTS
-    return [*map(str, told[:_MOST_TEXTS]), *([f"and {more} more, all in {EVENTS_FILE}"] if more > 0 else [])]
+    return [line.removeprefix("  ") for line in listed(told, where=EVENTS_FILE)]
 
 
 def _folders(trainer: Trainer) -> list[Path]:

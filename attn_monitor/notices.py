@@ -34,7 +34,9 @@ class Notices:
             if text not in self._said:
                 self._said.add(text)
                 if aloud:
-                    warnings.warn(f"AttentionMonitor: {text}", AttentionWarning, stacklevel=3)
+                    # Without a place: a line of this package would tell the user nothing.
+                    message = AttentionWarning(f"AttentionMonitor: {text}")
+                    warnings.warn_explicit(message, AttentionWarning, filename="attn_monitor", lineno=1)
 
     def forget_said(self) -> None:
         """Start a run in which everything may be said again."""

@@ -252,7 +252,8 @@ def test_a_critical_event_writes_it(tmp_path: Path) -> None:
     assert critical
     first = written(logger.log_dir)[0]
     assert (first.step, first.reasons, first.exception, first.began) == (critical[0].step, ["critical event"], "", None)
-    assert str(critical[0]) in first.diagnosis
+    assert f"step {critical[0].latest}: {critical[0].finding}" in first.diagnosis
+    assert f"  critical: {critical[0].critical_reason}" in first.diagnosis
     assert list(first.heads.items()) == [("net.blocks.0", 2), ("net.blocks.1", 2)]
     assert first.observations[-1].step == first.step
     assert monitor.flight_recorder.paths[0].parent == Path(logger.log_dir)
