@@ -24,6 +24,7 @@ DIRECTIONS = "lower the learning rate or warm up longer; a logit softcap"
 ADDED = "look at the bias or the mask that is added to the logits; a logit softcap"
 SCALE = "restore the scale 1/sqrt(d_k)"
 LEARNED_SCALE = "bound the learned scale, or lower its learning rate"
+RESTING = "nothing while the loss is fine, heads that rest on a sink are normal"
 PRECISION = "QK-norm or a logit softcap; until then keep the logits and the softmax in float32"
 BROKEN = "look at the inputs and the step before; keep the logits and the softmax in float32"
 _REMEDIES = {"scale_ratio": LEARNED_SCALE, "q_rms": NORMS, "k_rms": NORMS, "alignment": DIRECTIONS, REST: ADDED}
@@ -85,6 +86,7 @@ def diagnose(
         remedies.append(_REMEDIES[largest])
     if sink_mass is not None and sink_mass > SINK:
         clauses.append(f"the head rests on a sink, the first key has {sink_mass:.0%} of its probability")
+        remedies.append(RESTING)
     cause = f"likely cause: {', and '.join(clauses)}" if clauses else ""
     return Diagnosis(cause=cause, remedy=remedies[0] if remedies else "", shares=shares)
 

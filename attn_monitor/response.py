@@ -57,7 +57,8 @@ class Responder:
             trainer.should_stop = True
             waits = stopping_waits(trainer)
             start = f"training stops{f' as soon as {waits} allow it' if waits else ''}, "
-            self._tell(event_lines(start, critical, "critical"))
+            elsewhere = [f"{start}attention is critical on another process, whose events are there"]
+            self._tell(event_lines(start, critical, "critical") or elsewhere)
         self._notices.say(trainer.is_global_zero)
         if raising:
             raise AttentionSaturationError(critical)

@@ -18,6 +18,7 @@ from tests.alarms import page
 from tests.alarms.cache import load, path, records, store
 from tests.alarms.criteria import Criterion, Limit, events, replayed, sharp_rows, spike
 from tests.alarms.data import batches
+from tests.alarms.forecasts import fulfilment
 from tests.alarms.grids import FULL, GPT, VIT
 from tests.alarms.margins import Pilot
 from tests.alarms.models import model
@@ -290,3 +291,40 @@ def test_a_wrong_number_of_workers_is_refused(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         command.main(["--workers", "0"])
     assert "--workers expects at least 1, got 0" in capsys.readouterr().err
+
+
+# -- forecasts ---------------------------------------------------------------------------------------------------------
+
+
+def growing(reach: Callable[[float], float]) -> Outcome:
+    """Return a training of one head, whose ratio at each step is given."""
+    steps = np.arange(0.0, 1000, 10)
+    spread = np.array([reach(step) for step in steps])[:, None, None] * math.sqrt(TINY.head_dim)
+    counts = {name: np.zeros_like(spread) for name in ("rows", "masked_rows", "nonfinite")}
+    made = record(np.zeros(1000), {"logit_row_std": spread, **counts})
+    return Outcome(made, final=0.0, excess=0.0, bad=False, onset=None)
+
+
+@pytest.mark.parametrize(
+    ("reach", "what"),
+    [
+        (lambda step: 0.1 + step / 1000, "within"),  # at the limit at step 400
+        (lambda step: 0.1 + step / 1000 if step < 375 else 2.0, "before"),
+        (lambda step: min(0.1 + step / 1000, 0.48), "never"),
+        (lambda step: min(0.1 + step / 1000, 0.48) + 0.5 * (step > 700), "after"),
+        (lambda step: min(0.1 + step / 1000, 0.48) + 0.5 * (step > 500), "within"),
+    ],
+)
+def test_a_forecast_is_compared_with_what_came(reach: Callable[[float], float], what: str) -> None:
+    found = fulfilment([growing(reach)])
+    assert (found.told, getattr(found, what)) == (1, 1)
+
+
+def test_a_training_that_ends_too_soon_does_not_judge_a_forecast() -> None:
+    given = growing(lambda step: min(0.1 + step / 1000, 0.48))
+    cut = replace(
+        given.record,
+        steps=given.record.steps[:40],
+        statistics={name: values[:40] for name, values in given.record.statistics.items()},
+    )
+    assert fulfilment([replace(given, record=cut)]).unknown == 1

@@ -15,6 +15,7 @@ import torch
 
 from attn_monitor import __version__
 from tests.alarms.criteria import Criterion
+from tests.alarms.forecasts import fulfilment
 from tests.alarms.margins import Pilot
 from tests.alarms.recipes import VARIANTS, Grid, Part
 from tests.alarms.scores import Score, score
@@ -37,6 +38,9 @@ READING = """How to read it: of what is called in vain, many have a trace as low
 inside the margin; these trainings may be too short for it to cost more. Where a softcap is far exceeded, which the last
 column shows, all logits lie at the cap and alike, so that the trace is high, although no gradient gets through the
 cap; `jacobian_trace` is that of the softmax alone."""
+FORECASTS = """A healthy head that grows towards its limit is told of once, with the step at which it will be there and
+an interval. Both were chosen with the trainings of the first three seeds at hand; the fresh seeds are the test. Never
+means that the head was still below its limit at the end of its interval."""
 TITLES = {"gpt": "character GPT", "vit": "ViT on digits"}
 """How the models are called on the page."""
 
@@ -76,6 +80,7 @@ def page(study: Study) -> str:
             comparison(study),
             verdict(study),
             errors(study),
+            foretold(study),
             WAYS,
         ]
     )
@@ -276,6 +281,28 @@ def bent(outcome: Outcome) -> float:
     """Return by how much the products spread more than the logits at the end, the median over heads."""
     seen = outcome.record.statistics
     return float(np.median(seen["qk_std"][-1] / np.maximum(seen["logit_std"][-1], 1e-9)))
+
+
+def foretold(study: Study) -> str:
+    """Return how well forecasts come true."""
+    header = (
+        "part",
+        "forecasts",
+        "in the interval",
+        "before",
+        "after",
+        "never",
+        "too late to tell",
+        "median lead, steps",
+    )
+    rows = []
+    for part, outcomes in study.parts.items():
+        found = fulfilment(outcomes)
+        share = f"{found.within} ({found.within / found.told:.0%})" if found.told else "0"
+        lead = f"{statistics.median(found.leads):.0f}" if found.leads else NONE
+        others = (found.before, found.after, found.never, found.unknown)
+        rows.append((part, str(found.told), share, *map(str, others), lead))
+    return "\n".join(["## Forecasts\n", paragraph(FORECASTS), table(header, rows)])
 
 
 WAYS = """## Reproduce

@@ -1,0 +1,164 @@
+"""What is done about events: checkpoints, resuming, several processes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.strategies import DDPStrategy
+
+from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationRule
+from attn_monitor.events import AttentionWarning
+from tests.models import LIGHTNING_ADVICE, loader, quiet
+from tests.test_callback_events import Scripted, fit
+
+pytestmark = LIGHTNING_ADVICE
+
+
+def test_a_checkpoint_is_saved_at_the_first_flag_and_when_it_is_critical(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    monitor = AttentionMonitor(save_checkpoint=True)
+    _, said = fit(Scripted([0.3, 0.6, 0.3, 0.6, 1.2, 0.1, 1.2], both=True), monitor, 7, logger=logger)
+    folder = Path(logger.log_dir) / "checkpoints"
+    names = ["attn_monitor-critical-step=4.ckpt", "attn_monitor-flagged-step=1.ckpt"]
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == names
+    assert [text for text in said if "checkpoint" in text] == [
+        f"AttentionMonitor: step 1: checkpoint saved, {folder}/{names[1]}",
+        f"AttentionMonitor: step 4: checkpoint saved, {folder}/{names[0]}",
+    ]
+    saved = torch.load(folder / names[1], weights_only=True)
+    assert saved["global_step"] == 2  # after the step that was flagged
+    assert "state_dict" in saved
+
+
+def test_without_the_option_or_an_event_nothing_is_saved(tmp_path: Path) -> None:
+    for monitor, ratios in ((AttentionMonitor(), [0.6]), (AttentionMonitor(save_checkpoint=True), [0.3])):
+        fit(Scripted(ratios), monitor, 1, logger=CSVLogger(tmp_path))
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
+    class Full(Scripted):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise OSError(28, "No space left on device")
+
+    trainer, said = fit(Full([0.6, 0.6]), AttentionMonitor(save_checkpoint=True), 2, logger=CSVLogger(tmp_path))
+    assert trainer.global_step == 2
+    assert "saving a checkpoint at step 0 failed: OSError: [Errno 28] No space left on device" in "".join(said)
+
+
+# Up in a straight line, for a forecast; then warnings, a collapse, a recovery, and once more.
+RISING = [0.2 + 0.02 * step for step in range(17)]
+RATIOS = [*RISING, 0.7, 0.9, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3, 0.3, 0.3, 0.3, 0.3, 0.6, 0.6, 0.6, 0.6]
+
+
+class Story(Callback):
+    """Writes down what a monitor says, step by step."""
+
+    def __init__(self, monitor: AttentionMonitor) -> None:
+        self.monitor = monitor
+        self.lines: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for event in self.monitor.events:
+            self.lines.append(f"{trainer.global_step} {event}")
+
+
+def story(
+    monitor: AttentionMonitor, steps: int, every: int, checkpoint: Path | None = None
+) -> tuple[Any, list[str], list[str]]:
+    """Train up to a step and return the trainer, the state of all events after each step, and the forecasts."""
+    told = Story(monitor)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet(callbacks=[monitor, told], max_steps=steps, max_epochs=-1, log_every_n_steps=every)
+        trainer.fit(Scripted(RATIOS, both=True), loader(len(RATIOS)), ckpt_path=checkpoint)
+    forecasts = [str(warning.message) for warning in caught if "at its present growth" in str(warning.message)]
+    return trainer, told.lines, forecasts
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize(("every", "extra"), [(1, 0), (3, 0), (3, 4)])
+def test_a_resumed_run_raises_the_events_of_an_unbroken_one(
+    tmp_path: Path, patience: int, every: int, extra: int
+) -> None:
+    def monitor() -> AttentionMonitor:
+        return AttentionMonitor(saturation=SaturationRule(patience=patience), adaptive_steps=extra)
+
+    _, whole, foretold = story(monitor(), len(RATIOS), every)
+    assert any("critical" in line for line in whole)
+    assert bool(foretold) == (every == 1)  # else there are too few observations
+    for cut in (1, 13, 17, 19, 22, 28, 32):
+        trainer, before, first = story(monitor(), cut, every)
+        trainer.save_checkpoint(tmp_path / "cut.ckpt")
+        _, after, second = story(monitor(), len(RATIOS), every, tmp_path / "cut.ckpt")
+        assert (before + after, first + second) == (whole, foretold), f"cut after step {cut}"
+
+
+class OneSided(Scripted):
+    """Collapses on rank 1 alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            self.ratios = [0.3] * len(self.ratios)
+        return super().training_step(batch, batch_idx)
+
+
+class Note(Callback):
+    """Writes down how far a process came."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(trainer.global_step))
+
+
+def reached(folder: Path) -> list[int]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def two_processes(folder: Path, monitor: AttentionMonitor, ratios: Sequence[float]) -> None:
+    strategy = DDPStrategy(start_method="spawn", process_group_backend="gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger = CSVLogger(folder, name="csv", version=0)
+        trainer = quiet(strategy=strategy, devices=2, callbacks=[Note(folder), monitor], logger=logger)
+        trainer.fit(OneSided(ratios, both=True), loader(2 * len(ratios)))
+
+
+@pytest.mark.slow
+def test_every_process_stops_after_the_step_at_which_one_is_critical(tmp_path: Path) -> None:
+    two_processes(tmp_path, AttentionMonitor(on_saturation="stop", save_checkpoint=True), [0.3, 0.3, 1.2, 1.2, 1.2])
+    assert reached(tmp_path) == [3, 3]
+    assert len(list(tmp_path.rglob("attn_monitor-critical-step=2.ckpt"))) == 1
+
+
+@pytest.mark.slow
+def test_every_process_raises_where_one_is_critical(tmp_path: Path) -> None:
+    with pytest.raises(
+        Exception, match="attention is critically saturated"
+    ):  # a process that raised, whichever is first
+        two_processes(tmp_path, AttentionMonitor(on_saturation="raise"), [0.3, 1.2, 1.2])
+    assert reached(tmp_path) == [2, 2]
+
+
+def test_the_error_of_a_process_without_events_says_where_they_are() -> None:
+    assert str(AttentionSaturationError([])) == (
+        "attention is critically saturated\n  the events were found by another rank"
+    )
+
+
+def test_warnings_name_no_line_of_the_package() -> None:
+    with pytest.warns(AttentionWarning) as caught:
+        quiet(callbacks=[AttentionMonitor()]).fit(Scripted([0.6]), loader(1))
+    assert {warning.filename for warning in caught if issubclass(warning.category, AttentionWarning)} == {
+        "attn_monitor"
+    }
