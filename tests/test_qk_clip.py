@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 import transformers
+from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from attn_monitor import AttentionMonitor, AttentionProbe, observe_attention
+from attn_monitor.events import AttentionWarning
 from attn_monitor.qk_clip import Clipped, Clipper, QKClip
 from attn_monitor.records import AttentionStatistics
 from tests.models import LIGHTNING_ADVICE, quiet
@@ -678,27 +681,22 @@ class Unscaled(pl.LightningModule):
 
 
 class Watching(AttentionMonitor):
-    """The monitor with QK-Clip."""
+    """The monitor with QK-Clip, which keeps what was done."""
 
     def __init__(self, clip: QKClip, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.clip = clip
+        super().__init__(mitigation=clip, **settings)
         self.clipped: list[Clipped] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
-        self.clipper = Clipper(self.clip, self._observers["train"].probe)
+        assert self._clipper is not None
+        apply = self._clipper.apply
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self.clipper.begin(pl_module)
+        def kept(*args: Any, **kwargs: Any) -> Clipped:
+            self.clipped.append(apply(*args, **kwargs))
+            return self.clipped[-1]
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        known = len(self.history)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self.clipper.end()
-        if len(self.history) > known:
-            self.clipped.append(self.clipper.apply(pl_module, self.history[-1][1]))
+        self._clipper.apply = kept  # type: ignore[method-assign] # of this one clipper
 
     @property
     def largest(self) -> list[float]:
@@ -743,3 +741,38 @@ def test_where_nothing_is_rescaled_the_training_is_the_same_to_the_bit(kind: typ
     for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one, other)
     assert any(clipped.refused for clipped in clipping.clipped) == (tau < 1)
+
+
+@SATURATED
+def test_the_monitor_logs_how_many_heads_it_rescaled_and_says_what_it_refused() -> None:
+    seen: list[float] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append(float(trainer.callback_metrics["attn_monitor/clipped_heads"]))
+
+    clipping = Watching(QKClip(tau=30.0), every_n_steps=1)
+    model = Unscaled()
+    data = DataLoader(TensorDataset(hidden(21).repeat(STEPS, 1, 1)), batch_size=BATCH)
+    quiet(callbacks=[clipping, Look()]).fit(model, data)
+    assert seen == [len(clipped.heads) for clipped in clipping.clipped]
+    assert sum(seen) > 0
+
+    with pytest.warns(AttentionWarning, match=r"QK-Clip leaves alone: block \(.*normalised"):
+        fit(AttentionMonitor(mitigation=QKClip(tau=0.01)), kind=Normalised)
+
+
+def test_the_monitor_looks_for_weights_in_the_very_next_step() -> None:
+    """The clip comes one step after the look, not one interval."""
+    monitor = AttentionMonitor(mitigation=QKClip(tau=0.5), every_n_steps=20, adaptive_steps=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        fit(monitor)
+    assert [step for step, _ in monitor.history][:3] == [0, 1, 19]
+
+
+def test_wrong_mitigations_fail_at_once() -> None:
+    with pytest.raises(TypeError, match=r"`mitigation` expects a QKClip or None, got 100"):
+        AttentionMonitor(mitigation=100)  # type: ignore[arg-type] # as a user would
+    with pytest.raises(ValueError, match="`mitigation` needs the largest logit, which `max_queries` does not give"):
+        AttentionMonitor(mitigation=QKClip(), max_queries=7)
