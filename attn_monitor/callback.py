@@ -159,6 +159,8 @@ class AttentionMonitor(EvaluationHooks):
         self.on_saturation = on_saturation
         self.stages = check_stages(stages)
         self.custom_scalars = custom_scalars
+        self.adaptive_steps = adaptive_steps
+        self.save_checkpoint = save_checkpoint
         self.mitigation = mitigation
         if not gradients:
             if statistics is not None and (unmeasured := sorted(self.statistics & GRADIENTS)):
@@ -229,11 +231,14 @@ class AttentionMonitor(EvaluationHooks):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; a state that does not fit is ignored with a warning."""
         try:
-            self._judge.load_state_dict(state_dict)
-            self._cadence.load_state_dict(state_dict["cadence"])
-            self._restored = self._resuming = True
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            judge, cadence = Judge(self.saturation), Cadence(self.adaptive_steps)
+            judge.load_state_dict(state_dict)
+            cadence.load_state_dict(state_dict["cadence"])
+        except Exception as error:  # a damaged state must neither end the fit nor be half restored
             self._notices.add(f"the monitor's state in the checkpoint is ignored: {error}")
+        else:
+            self._judge, self._cadence = judge, cadence
+            self._restored = self._resuming = True
         self.flight_recorder.load_state_dict(state_dict.get("flight", {}))
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -419,7 +424,11 @@ class AttentionMonitor(EvaluationHooks):
         resuming, self._resuming = self._resuming, False
         if resuming and self._cadence.only_first:
             return Judgement(near=self._cadence.near)
-        return self._judge.take(step, statistics)
+        try:
+            return self._judge.take(step, statistics)
+        except Exception as error:  # an error of ours must not end the training
+            self._notices.add(f"judging the record of step {step} failed: {type(error).__name__}: {error}")
+            return Judgement()
 
     @property
     def _recorded(self) -> frozenset[str]:

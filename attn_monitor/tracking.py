@@ -86,12 +86,24 @@ class SaturationTracker:
         for layer, stats in statistics.items():
             if len(self._layers.get(layer, ())) != stats.heads:  # new, or another model under the same name
                 self._layers[layer] = [_Head() for _ in range(stats.heads)]
-            readings = _readings(self.rule.of(layer), stats)
+            rule = self.rule.of(layer)
+            if layer not in collapsed and self._uneventful(layer, rule, stats):
+                continue
+            readings = _readings(rule, stats)
             for index, reading in enumerate(readings):
                 self._advance(_Place(step, layer, index), reading, layer in collapsed, changes)
             if layer in collapsed:
                 self._condemn(step, layer, readings, collapsed[layer], changes)
         return changes
+
+    def _uneventful(self, layer: str, rule: SaturationRule, stats: AttentionStatistics) -> bool:
+        """Tell whether nothing is to be noted of a layer; a large model has thousands of heads, mostly healthy ones."""
+        heads = self._layers[layer]
+        if not all(head.baseline and not head.events and not head.above for head in heads):
+            return False
+        overflow = stats.overflow_ratio
+        near = overflow is not None and bool((overflow >= OVERFLOW_AHEAD).any())
+        return not (near or bool(stats.nonfinite.any()) or bool((rule.ratio(stats) > rule.limit(stats)).any()))
 
     def forget(self, layers: Iterable[str] | None = None) -> None:
         """Drop the memory of some layers, of all for `None`; the list of events stays."""
@@ -127,7 +139,7 @@ class SaturationTracker:
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"expected a saturation state of version {_STATE_VERSION}, got {state.get('version')!r}")
-        events = [SaturationEvent(**event) for event in state["events"]]
+        events = [_event(event) for event in state["events"]]
         layers = {layer: [_head(head) for head in heads] for layer, heads in state["layers"].items()}
         self._collapse.load_state_dict(state["collapse"])
         self.events, self._layers = events, layers
@@ -291,4 +303,27 @@ def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading
 
 
 def _head(state: Mapping[str, Any]) -> _Head:
-    return _Head(**{**state, "events": {kind: SaturationEvent(**event) for kind, event in state["events"].items()}})
+    """Return the memory of a head, checked: what is wrong with a checkpoint must show when it is loaded."""
+    return _Head(
+        above=int(state["above"]),
+        events={str(kind): _event(event) for kind, event in state["events"].items()},
+        since=int(state["since"]),
+        baseline={str(name): float(value) for name, value in state["baseline"].items()},
+    )
+
+
+def _event(state: Mapping[str, Any]) -> SaturationEvent:
+    """Return an event, checked."""
+    event = SaturationEvent(**state)
+    numbers = (event.step, event.head, event.value, event.ratio, event.threshold)
+    texts = (event.layer, event.statistic, event.severity, event.critical_reason, event.cause, event.remedy)
+    optional = (event.critical_step, event.baseline_step, event.head_dim, *(getattr(event, f) for f in _EVENT_FACTORS))
+    fits = (
+        all(isinstance(number, (int, float)) for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and all(number is None or isinstance(number, (int, float)) for number in optional)
+        and isinstance(event.shares, Mapping)
+    )
+    if not fits:
+        raise ValueError(f"expected the fields of an event, got {dict(state)!r}")
+    return event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationRule
 from attn_monitor.events import AttentionWarning
-from tests.models import LIGHTNING_ADVICE, loader, quiet
+from tests.models import LIGHTNING_ADVICE, loader, make_record, quiet
 from tests.test_callback_events import Scripted, fit
 
 pytestmark = LIGHTNING_ADVICE
@@ -162,3 +163,46 @@ def test_warnings_name_no_line_of_the_package() -> None:
     assert {warning.filename for warning in caught if issubclass(warning.category, AttentionWarning)} == {
         "attn_monitor"
     }
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the place of everything within nested dictionaries and lists."""
+    if isinstance(value, dict):
+        return [path, *(place for key, item in value.items() for place in places(item, (*path, key)))]
+    if isinstance(value, list):
+        return [path, *(place for key, item in enumerate(value[:2]) for place in places(item, (*path, key)))]
+    return [path]
+
+
+@pytest.mark.parametrize("junk", [None, "junk", -1, [], {}, float("nan")], ids=repr)
+def test_a_damaged_state_is_restored_whole_or_not_at_all(junk: Any) -> None:
+    donor = AttentionMonitor()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        fit(Scripted(RATIOS[:24], both=True), donor, 24)
+    state = donor.state_dict()
+    for place in places({name: value for name, value in state.items() if name != "flight"})[1:]:
+        damaged = copy.deepcopy(state)
+        inner = damaged
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = junk
+        heir = AttentionMonitor()
+        fresh = {**heir.state_dict(), "flight": None}
+        heir.load_state_dict(damaged)
+        if not heir._restored:
+            assert {**heir.state_dict(), "flight": None} == fresh, place
+        with warnings.catch_warnings():  # whatever was restored must not end a training
+            warnings.simplefilter("ignore", AttentionWarning)
+            heir._judge.take(99, {"net.blocks.0": make_record(2, logit_row_std=[9.0, 9.0], jacobian_trace=[0.1, 0.1])})
+
+
+def test_an_error_while_judging_costs_the_judgement_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("attn_monitor.tracking.SaturationTracker.update", broken)
+    monitor = AttentionMonitor(on_saturation="raise")
+    trainer, said = fit(Scripted([1.5, 1.5], both=True), monitor, 2)
+    assert (trainer.global_step, [step for step, _ in monitor.history]) == (2, [0, 1])
+    assert "AttentionMonitor: judging the record of step 0 failed: ZeroDivisionError: ours" in said
