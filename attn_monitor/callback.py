@@ -239,7 +239,10 @@ class AttentionMonitor(EvaluationHooks):
         else:
             self._judge, self._cadence = judge, cadence
             self._restored = self._resuming = True
-        self.flight_recorder.load_state_dict(state_dict.get("flight", {}))
+        try:
+            self.flight_recorder.load_state_dict(state_dict.get("flight", {}))
+        except Exception as error:
+            self._notices.add(f"the flight record in the checkpoint is ignored: {error}")
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -463,6 +466,7 @@ class AttentionMonitor(EvaluationHooks):
         self._discard()
         self._observers.clear()
         self._publishers.clear()
+        self._clipper = None
 
     def _audit(self, stage: str, pl_module: LightningModule, statistics: Mapping[str, AttentionStatistics]) -> None:
         """Say once what a record lacks."""

@@ -13,6 +13,7 @@ from attn_monitor.records import FLOAT16_MAX, AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.severity import Collapse
 
+_Key = tuple[str, int, Kind, int]
 OVERFLOW_AHEAD = 0.5
 """From this fraction of the largest float16 number on, a logit is told of."""
 _STATE_VERSION = 2
@@ -202,6 +203,7 @@ class SaturationTracker:
     def _condemn(self, step: int, layer: str, readings: list[_Reading], reason: str, changes: Changes) -> None:
         """Make the events of a collapsed layer critical; if it has none, open one for the head that passes least."""
         heads = self._layers[layer]
+        lists = _Known.of(self.events, changes)
         for index, head in enumerate(heads):
             event = head.events.get("saturated")
             if event is None or event.severity == "critical":
@@ -220,21 +222,20 @@ class SaturationTracker:
                     **_explained(head, reading, "saturated"),
                 ),
                 changes,
+                lists,
             )
         if not any("saturated" in head.events for head in heads):
             traces = [reading.trace if reading.trace == reading.trace else math.inf for reading in readings]
             worst = min(range(len(traces)), key=lambda index: traces[index])
             self._open(_Place(step, layer, worst), "saturated", readings[worst], changes, critical_reason=reason)
 
-    def _replace(self, place: _Place, event: SaturationEvent, changes: Changes) -> None:
-        head = self._head(place)
-        old = head.events["saturated"]
-        head.events["saturated"] = event
-        new = next((index for index, opened in enumerate(changes.opened) if opened is old), None)
-        if old in self.events:  # the list is the user's to clear
-            self.events[self.events.index(old)] = event
-        if new is not None:
-            changes.opened[new] = event
+    def _replace(self, place: _Place, event: SaturationEvent, changes: Changes, known: _Known) -> None:
+        old = self._head(place).events["saturated"]
+        self._head(place).events["saturated"] = event
+        if (index := known.events.get(_key(old))) is not None:  # the list is the user's to clear
+            self.events[index] = event
+        if (index := known.opened.get(_key(old))) is not None:
+            changes.opened[index] = event
         else:
             changes.escalated.append(event)
 
@@ -249,6 +250,22 @@ class _Place:
     step: int
     layer: str
     head: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Where events stand in the lists, looked up once for all heads of a layer."""
+
+    events: Mapping[_Key, int]
+    opened: Mapping[_Key, int]
+
+    @classmethod
+    def of(cls, events: list[SaturationEvent], changes: Changes) -> _Known:
+        return cls(*({_key(event): index for index, event in enumerate(found)} for found in (events, changes.opened)))
+
+
+def _key(event: SaturationEvent) -> _Key:
+    return event.layer, event.head, event.kind, event.step
 
 
 def _value(kind: Kind, reading: _Reading) -> float:

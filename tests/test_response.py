@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import DDPStrategy
 
-from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationRule
+from attn_monitor import AttentionMonitor, AttentionSaturationError, QKClip, SaturationRule
 from attn_monitor.events import AttentionWarning
 from tests.models import LIGHTNING_ADVICE, loader, make_record, quiet
 from tests.test_callback_events import Scripted, fit
@@ -206,3 +208,20 @@ def test_an_error_while_judging_costs_the_judgement_and_nothing_else(monkeypatch
     trainer, said = fit(Scripted([1.5, 1.5], both=True), monitor, 2)
     assert (trainer.global_step, [step for step, _ in monitor.history]) == (2, [0, 1])
     assert "AttentionMonitor: judging the record of step 0 failed: ZeroDivisionError: ours" in said
+
+
+@pytest.mark.parametrize("flight", [None, 3, {"heads": {"net.blocks.0": float("inf")}}], ids=repr)
+def test_a_damaged_flight_record_does_not_end_a_resumed_fit(flight: Any) -> None:
+    monitor = AttentionMonitor()
+    monitor.load_state_dict({**AttentionMonitor().state_dict(), "flight": flight})
+    trainer, _ = fit(Scripted([0.3]), monitor, 1)
+    assert trainer.global_step == 1
+
+
+def test_nothing_of_a_model_is_kept_after_a_fit_with_a_mitigation() -> None:
+    monitor, model = AttentionMonitor(mitigation=QKClip()), Scripted([0.3])
+    fit(model, monitor, 1)
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None

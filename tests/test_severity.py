@@ -111,3 +111,12 @@ def test_a_trace_that_was_not_measured_is_no_collapse(trace: float | None) -> No
     values: dict[str, Any] = {} if trace is None else {"jacobian_trace": [trace]}
     tracker.update(0, {"a": make_record(1, logit_row_std=[4.8], **values)})
     assert [event.severity for event in tracker.events] == ["warning"]
+
+
+def test_events_are_replaced_in_place_after_a_resume_too() -> None:
+    first, second = SaturationTracker(SaturationRule()), SaturationTracker(SaturationRule())
+    first.update(0, {"a": layer([0.6, 0.7], [0.9, 0.9])})
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    changes = second.update(1, {"a": layer([0.9, 0.9], [0.1, 0.1])})
+    assert second.events == changes.escalated
+    assert [(event.head, event.step, event.critical_step) for event in second.events] == [(0, 0, 1), (1, 0, 1)]

@@ -203,7 +203,7 @@ def test_c05_ranks_that_see_different_layers_and_events_do_not_wait_for_each_oth
     known = [json.loads((two_processes / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [each["layers"] for each in known] == [[["net.first", "net.second"]] * 3, [["net.first"]] * 3]
     assert known[0]["events"] == []
-    assert len(known[1]["events"]) == 2
+    assert len([event for event in known[1]["events"] if "is saturated" in event]) == 2
     assert sorted(known[0]["keys"]) == sorted(known[1]["keys"])
 
 
