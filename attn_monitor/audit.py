@@ -13,11 +13,13 @@ from attn_monitor.diagnosis import SAFE_SCALE
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 
-_UNIT = (0.75, 1.33)
-"""Queries or keys whose norm lies here are of unit length, so that their product needs no 1/sqrt(d_k)."""
+_EXACT = 0.03
+"""How far a size may be off that a normalisation has set."""
+_APART = 1.5
+"""By what the sizes of queries and keys differ where one of them has the scale in it."""
+_MADE_UP = 2.0
+"""The largest spread of the products, were queries and keys independent, at which the scale is in one of them."""
 _NEAR = 0.05
-_HEALTHY = 0.5
-"""Of its limit: the ratio below which the logits of an unscaled layer are healthy."""
 UNIFORM = 0.995
 """Heads whose `entropy_normalized` is above this attend to everything alike, as all do at first."""
 _OBSERVATIONS = 20
@@ -28,9 +30,8 @@ _LISTED = 4
 def scale_findings(statistics: Mapping[str, AttentionStatistics], rule: SaturationRule) -> list[str]:
     """Return what is to be said of the scales in the first record of a run, one text for each kind of scale.
 
-    A `scale_ratio` outside 0.8 to 1.2 is told with what it most likely is. Designs that leave the scale out on purpose
-    have queries or keys of unit length (cosine attention, QK-norm by length, T5's initialisation): of these nothing is
-    said while their logits are healthy.
+    A `scale_ratio` outside 0.8 to 1.2 is told with what it most likely is. Of designs that leave the scale out on
+    purpose (cosine attention, QK-norm, T5) nothing is said while their logits are healthy.
     """
     found: dict[str, list[str]] = {}
     for layer, stats in statistics.items():
@@ -93,13 +94,25 @@ class _Memory:
 
 
 def _meant(stats: AttentionStatistics, rule: SaturationRule) -> bool:
-    """Tell whether a layer leaves its scale out on purpose: vectors of unit length, and healthy logits."""
-    ratios = _finite(rule.ratio(stats))
-    if stats.head_dim is None or not ratios or max(ratios) > _HEALTHY * rule.limit(stats):
+    """Tell whether the scale of a layer with healthy logits is what its design wants.
+
+    Cosine attention and QK-norm leave vectors of one known length, to a few per cent. T5 has the scale in the initial
+    W_q, so that queries are much smaller than keys, and stay so. A scale that was forgotten leaves both alike.
+    """
+    ratios, query, key = _finite(rule.ratio(stats)), _common(stats.q_rms), _common(stats.k_rms)
+    if stats.head_dim is None or not ratios or max(ratios) > rule.limit(stats):
         return False
-    sizes = (_common(stats.q_rms), _common(stats.k_rms))
-    lengths = [size * math.sqrt(stats.head_dim) for size in sizes if size is not None]
-    return any(_UNIT[0] <= length <= _UNIT[1] for length in lengths)
+    if query is None or key is None:
+        return False
+    unit, shared = stats.head_dim**-0.5, stats.head_dim**-0.25
+    normalised = _is(query, unit) or _is(key, unit) or (_is(query, shared) and _is(key, shared))
+    product = query * key / unit  # what the missing factor is made up for by
+    apart = max(query, key) >= _APART * min(query, key)
+    return normalised or (_common(stats.scale) == 1 and apart and product <= _MADE_UP)
+
+
+def _is(size: float, wanted: float) -> bool:
+    return abs(size / wanted - 1) < _EXACT
 
 
 def _meaning(ratio: float, head_dim: int, width: int) -> str:

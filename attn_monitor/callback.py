@@ -11,32 +11,29 @@ from typing import TYPE_CHECKING, Any
 from attn_monitor.cadence import Cadence
 from attn_monitor.capture.naming import Selection
 from attn_monitor.capture.selection import checked_selection
-from attn_monitor.catalog import FACTORS, GRADIENTS, HEADLINE, resolve_statistics
-from attn_monitor.evaluation import PREFIXES, EvaluationHooks
+from attn_monitor.catalog import GRADIENTS, HEADLINE, resolve_statistics
 from attn_monitor.events import AttentionWarning, SaturationEvent
 from attn_monitor.flight_recorder import FlightRecorder
-from attn_monitor.judge import EVIDENCE, Judge, Judgement
-from attn_monitor.lightning_compat import accumulating, callbacks_of, log_interval, logged_step, loss_factor
+from attn_monitor.judge import Judge, Judgement
+from attn_monitor.lightning_compat import accumulating, log_interval, logged_step, loss_factor
 from attn_monitor.notices import Notices
 from attn_monitor.observer import Observer
-from attn_monitor.probe import AttentionProbe
 from attn_monitor.publishing import Publisher
 from attn_monitor.qk_clip import Clipper, QKClip
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.response import Action, Responder
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.settings import check_action, check_count, check_flag, check_max_queries, check_stages, describe
+from attn_monitor.stages import TRAIN, ObservedStages
 from attn_monitor.tags import CLIPPED_HEADS
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-_TRAIN = "train"
-_METHODS = {_TRAIN: "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _DEFAULT_RULE = SaturationRule()
 
 
-class AttentionMonitor(EvaluationHooks):
+class AttentionMonitor(ObservedStages):
     """Watches the attention of a model while it trains, warns of heads that saturate and logs why.
 
     The model needs no change, and training stays the same to the bit. The first training step of a fit is always
@@ -122,7 +119,7 @@ class AttentionMonitor(EvaluationHooks):
         per_call: bool = False,
         saturation: SaturationRule = _DEFAULT_RULE,
         on_saturation: Action = "warn",
-        stages: Iterable[str] = (_TRAIN,),
+        stages: Iterable[str] = (TRAIN,),
         history_size: int = 256,
         custom_scalars: bool = False,
         adaptive_steps: int = 32,
@@ -257,22 +254,22 @@ class AttentionMonitor(EvaluationHooks):
             self._cadence.forget()
             self.flight_recorder.memory.forget()
         self._module = weakref.ref(pl_module)
-        if _TRAIN in self.stages:
-            self.start_stage(_TRAIN, trainer, pl_module)
+        if TRAIN in self.stages:
+            self.start_stage(TRAIN, trainer, pl_module)
             self.flight_recorder.start()
             if self.mitigation is not None:
-                self._clipper = Clipper(self.mitigation, self._observers[_TRAIN].probe)
+                self._clipper = Clipper(self.mitigation, self._observers[TRAIN].probe)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Observe this batch if its optimizer step is one to log."""
-        if _TRAIN in self._observers and self._due(trainer):
-            self.start_batch(_TRAIN, trainer)
+        if TRAIN in self._observers and self._due(trainer):
+            self.start_batch(TRAIN, trainer)
             if self._clipper is not None:
                 self._clipper.begin(pl_module)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Note by what Lightning multiplied the loss of this backward pass."""
-        if self._pooling(_TRAIN):
+        if self._pooling(TRAIN):
             self._loss_factor = loss_factor(trainer, pl_module)
             self._losses += pl_module.automatic_optimization
 
@@ -282,7 +279,7 @@ class AttentionMonitor(EvaluationHooks):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measure the gradients of an observed step, as they are before clipping."""
-        if self._pooling(_TRAIN):
+        if self._pooling(TRAIN):
             self.flight_recorder.keep_gradients(trainer, optimizer)
 
     def on_train_batch_end(
@@ -290,16 +287,19 @@ class AttentionMonitor(EvaluationHooks):
     ) -> None:
         """Leave the model alone again; after the last batch of the optimizer step make the record."""
         self.flight_recorder.keep_loss(trainer, pl_module, outputs)
-        if not self._pooling(_TRAIN):
+        if not self._pooling(TRAIN):
             return
-        self.end_batch(_TRAIN, trainer)
+        self.end_batch(TRAIN, trainer)
+        if self._clipper is not None:
+            self._clipper.end()
         if accumulating(trainer):
             return
         step = logged_step(trainer)
-        record = self._observers[_TRAIN].collect(losses=max(self._losses, 1))
+        record = self._observers[TRAIN].collect(losses=max(self._losses, 1))
         self._losses = 0
         if record is not None:
-            self._audit(_TRAIN, pl_module, record)
+            self._audit(TRAIN, pl_module, record)
+            self._forget_absent(record)
         judgement = self._judged(step, record or {})
         self._cadence.near = judgement.near and trainer.world_size == 1  # ranks must observe the same steps
         clipped = self._clip(pl_module, record or {})
@@ -307,7 +307,7 @@ class AttentionMonitor(EvaluationHooks):
         statistics = {layer: stats.only(self._recorded) for layer, stats in (record or {}).items()}
         if record is not None:
             self.history.append((step, statistics))
-        self._publishers[_TRAIN].publish(
+        self._publishers[TRAIN].publish(
             trainer, step, statistics, self._judge.tracker.open_heads, judgement.changes, more=clipped
         )
         changed = [*judgement.changes.opened, *judgement.changes.escalated]
@@ -336,87 +336,7 @@ class AttentionMonitor(EvaluationHooks):
         self._end_run()
         self._notices.say(trainer.is_global_zero)
 
-    # -- all stages -------------------------------------------------------------------------------------------------
-
-    def start_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare to observe a run of the stage.
-
-        Raises:
-            ValueError: If the chosen modules match none of the model's.
-        """
-        if stage not in self.stages:
-            return
-        if stage not in self._observers:
-            training = stage == _TRAIN
-            probe = AttentionProbe(
-                pl_module,
-                modules=self.modules,
-                statistics=self._recorded | (EVIDENCE if training else set()),
-                max_queries=self.max_queries,
-                gradients=self.gradients and training,
-                per_call=self.per_call,
-                grad_scale=self._current_loss_factor if training else 1.0,
-            )
-            probe.check_modules()
-            self._observers[stage] = Observer(probe, _METHODS[stage], self._notices.add)
-            chosen = self.statistics if training else self.statistics - GRADIENTS
-            prefix = self._own_prefix(trainer) + PREFIXES.get(stage, "")
-            layout = self.custom_scalars and stage == self.stages[0]  # one a run
-            self._publishers[stage] = Publisher(
-                chosen,
-                self.saturation,
-                prefix,
-                self._notices.add,
-                layout=layout,
-                heads=self._judge.tracker.heads if training else None,
-            )
-        if not trainer.loggers:
-            self._notices.add("the trainer has no logger; events, history and callback_metrics work without one")
-        self._notices.say(trainer.is_global_zero)
-
-    def start_batch(self, stage: str, trainer: Trainer) -> None:
-        """Observe from here on."""
-        if stage in self._observers:
-            self._observers[stage].begin()
-            self._notices.say(trainer.is_global_zero)
-
-    def end_batch(self, stage: str, trainer: Trainer) -> None:
-        """Stop to observe."""
-        if self._pooling(stage):
-            self._observers[stage].end()
-            if self._clipper is not None:
-                self._clipper.end()
-            self._notices.say(trainer.is_global_zero)
-
-    def end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the record of a run of an evaluation stage."""
-        if not self._pooling(stage):
-            return
-        record = self._observers[stage].collect()
-        if record is not None:
-            self._audit(stage, pl_module, record)
-            self.evaluations[stage] = record
-        statistics = record or {}
-        above = sum(
-            int((rule.ratio(stats) > rule.limit(stats)).sum())
-            for rule, stats in ((self.saturation.of(layer), stats) for layer, stats in statistics.items())
-        )
-        self._publishers[stage].publish(trainer, logged_step(trainer), statistics, above)
-        self._notices.say(trainer.is_global_zero)
-
     # -- details ----------------------------------------------------------------------------------------------------
-
-    def _own_prefix(self, trainer: Trainer) -> str:
-        """Return what keeps this monitor's tags apart from those of the ones before it; the first has plain ones."""
-        monitors = [callback for callback in callbacks_of(trainer) if isinstance(callback, AttentionMonitor)]
-        number = monitors.index(self) + 1 if self in monitors else 1
-        if number == 1:
-            return ""
-        self._notices.add(
-            f"the trainer has {len(monitors)} AttentionMonitors; the tags of this one start with monitor{number}_, and "
-            "the Attention tab and the report show the first one only. One monitor may have several `modules`"
-        )
-        return f"monitor{number}_"
 
     def _due(self, trainer: Trainer) -> bool:
         every = log_interval(trainer) if self.every_n_steps is None else self.every_n_steps
@@ -433,11 +353,6 @@ class AttentionMonitor(EvaluationHooks):
             self._notices.add(f"judging the record of step {step} failed: {type(error).__name__}: {error}")
             return Judgement()
 
-    @property
-    def _recorded(self) -> frozenset[str]:
-        """The statistics that records are made of."""
-        return self.statistics | set(FACTORS) | self.saturation.requires
-
     def _clip(self, pl_module: LightningModule, record: Mapping[str, AttentionStatistics]) -> dict[str, float]:
         """Rescale the weights of heads whose logits run away, if the user wants that, and return what to log of it."""
         if self._clipper is None:
@@ -448,9 +363,6 @@ class AttentionMonitor(EvaluationHooks):
         self._cadence.urgent |= bool(clipped.waiting)  # their weights are found in the next observed step
         return {CLIPPED_HEADS: float(len(clipped.heads))}
 
-    def _pooling(self, stage: str) -> bool:
-        return stage in self._observers and self._observers[stage].pooling
-
     def _current_loss_factor(self) -> float:
         return self._loss_factor
 
@@ -458,8 +370,7 @@ class AttentionMonitor(EvaluationHooks):
         self._losses = 0
         if self._clipper is not None:
             self._clipper.end()
-        for observer in self._observers.values():
-            observer.discard()
+        super()._discard()
 
     def _end_run(self) -> None:
         self._forget_log()
@@ -468,20 +379,11 @@ class AttentionMonitor(EvaluationHooks):
         self._publishers.clear()
         self._clipper = None
 
-    def _audit(self, stage: str, pl_module: LightningModule, statistics: Mapping[str, AttentionStatistics]) -> None:
-        """Say once what a record lacks."""
-        observer = self._observers[stage]
-        self._notices.add_layers("seen, but not measured", observer.skipped)
-        self._notices.add_layers("good to know", observer.notes)
-        if observer.records == 1 and not statistics and not observer.skipped:
-            found = ", ".join(observer.probe.owners) or "none"
-            where = f"modules={describe(self.modules)}" if self.modules is not None else type(pl_module).__name__
-            self._notices.add(
-                f"no attention was seen in {where} while {_METHODS[stage]} ran (modules with attention: {found}). "
-                "Attention by a custom kernel can be shown with attn_monitor.observe_attention"
-            )
-        if self._restored and stage == _TRAIN:
-            self._restored = False
-            if unknown := sorted(self._judge.tracker.layers - statistics.keys()):
-                self._judge.forget(unknown)
-                self._notices.add(f"the checkpoint remembers layers that this model did not run: {unknown}")
+    def _forget_absent(self, statistics: Mapping[str, AttentionStatistics]) -> None:
+        """Drop the memory of layers from a checkpoint that this model does not have."""
+        if not self._restored:
+            return
+        self._restored = False
+        if unknown := sorted(self._judge.tracker.layers - statistics.keys()):
+            self._judge.forget(unknown)
+            self._notices.add(f"the checkpoint remembers layers that this model did not run: {unknown}")

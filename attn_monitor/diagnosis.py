@@ -86,7 +86,7 @@ def diagnose(
         remedies.append(_REMEDIES[largest])
     if sink_mass is not None and sink_mass > SINK:
         clauses.append(f"the head rests on a sink, the first key has {sink_mass:.0%} of its probability")
-        remedies.append(RESTING)
+        remedies.insert(0, RESTING)
     cause = f"likely cause: {', and '.join(clauses)}" if clauses else ""
     return Diagnosis(cause=cause, remedy=remedies[0] if remedies else "", shares=shares)
 
@@ -118,7 +118,7 @@ def scale_in_words(ratio: float | None, head_dim: int | None) -> str:
 def _growth_clause(grown: Mapping[str, float], most: str, shares: Mapping[str, float], since: int) -> str:
     """Name what grew most, by what, and which other factors took part in the growth."""
     text = f"{_LABELS[most]} grew {grown[most]:.3g}x since step {since}"
-    parts = [(name, share) for name, share in shares.items() if share >= _MATTERS]
+    parts = [(name, share) for name, share in shares.items() if abs(share) >= _MATTERS]
     complete = abs(sum(shares.values()) - 1) < _MATTERS
     if not complete or len(parts) < 2:
         return text

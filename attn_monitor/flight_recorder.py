@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from attn_monitor.flight_records import Beginning, FlightRecord, Observation, fl
 from attn_monitor.gradient_norms import GradientNorms
 from attn_monitor.lightning_compat import logged_step
 from attn_monitor.nonfinite import Turn, broken_heads, where_it_began
+from attn_monitor.notices import surviving
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.tags import EVENTS_FILE
@@ -120,7 +120,7 @@ class FlightRecorder:
         """
         if not self._running:
             return
-        with self._surviving("keeping a loss"):
+        with surviving(self._report, "keeping a loss"):
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 return
@@ -133,7 +133,7 @@ class FlightRecorder:
         """Measure the gradients that an optimizer is about to step with, without waiting for the device."""
         if not self._running:
             return
-        with self._surviving("measuring the gradients"):
+        with surviving(self._report, "measuring the gradients"):
             self._rates[id(optimizer)] = _rates(optimizer)
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             # Such an optimizer divides by the scale itself, in its step.
@@ -162,14 +162,14 @@ class FlightRecorder:
         if not self._running:
             return
         step, turned = logged_step(trainer), None
-        with self._surviving("reading the losses"):
+        with surviving(self._report, "reading the losses"):
             turned = self._read_losses()
-        with self._surviving("keeping an observation"):
+        with surviving(self._report, "keeping an observation"):
             self.memory.add(self._observation(trainer, pl_module, step, statistics), statistics, rule)
         self._norms.clear()
         self._rates.clear()
         reasons = [_EVENT] if any(event.severity == "critical" for event in changed) else []
-        with self._surviving("looking for nan and inf"):
+        with surviving(self._report, "looking for nan and inf"):
             reasons += self._not_finite(step, statistics, turned)
         # A request of one process alone would have it observe a step that the others do not.
         self.wants_next = turned is not None and not self._logits_broken and trainer.world_size == 1
@@ -193,7 +193,7 @@ class FlightRecorder:
         """
         if not self._running:
             return
-        with self._surviving("ending the flight record"):
+        with surviving(self._report, "ending the flight record"):
             reasons = [] if error is None else [_EXCEPTION]
             turned = self._read_losses()
             known = [*(step for step, _ in self.memory.losses), *(one.step for one in self.memory.observations)]
@@ -279,7 +279,7 @@ class FlightRecorder:
             return
         if new and set(reasons) == {_EVENT} and len(self._files) >= MOST_FOR_EVENTS:
             return
-        with self._surviving("writing the flight record"):
+        with surviving(self._report, "writing the flight record"):
             if new and len(self._files) >= MOST_FILES:
                 _, (_, latest) = self._files.popitem()
                 for path in latest:
@@ -303,13 +303,6 @@ class FlightRecorder:
                 )
             )
             paths[:] = [write_flight(folder, text, step) for folder in _folders(trainer)]
-
-    @contextmanager
-    def _surviving(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._report(f"{doing} failed: {type(error).__name__}: {error}")
 
 
 def _diagnosis(events: Sequence[SaturationEvent]) -> list[str]:

@@ -66,7 +66,7 @@ class Forecaster:
 
     The slope is that of a line through the later half of the last 16 observations, and the forecast where a line of
     that slope from the last one meets the limit. Growth slows down more often than not, so the interval reaches much
-    further up than down: three of four heads reach their limit within it. Nothing is said unless the slope over all 16
+    further up than down: two of three heads reach their limit within it. Nothing is said unless the slope over all 16
     is six standard errors from zero, the later half grows nearly as fast as the earlier one or faster, and the limit is
     no further away than a quarter of the time looked back.
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from attn_monitor.events import AttentionWarning, SaturationEvent, listed
+
+
+@contextmanager
+def surviving(report: Callable[[str], None], doing: str) -> Iterator[None]:
+    """Report an error instead of raising it: what the monitor does must not end a training."""
+    try:
+        yield
+    except Exception as error:
+        report(f"{doing} failed: {type(error).__name__}: {error}")
 
 
 class Notices:

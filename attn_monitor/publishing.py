@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from attn_monitor.dashboards.scalars import scalars
 from attn_monitor.dashboards.tables import Rows, Snapshot, event_records
 from attn_monitor.dashboards.tensorboard import Dashboard
 from attn_monitor.lightning_compat import callback_metrics
+from attn_monitor.notices import surviving
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.tags import PICTURES
@@ -89,7 +89,7 @@ class Publisher:
         changes = Changes() if changes is None else changes
         changed = bool(changes.opened or changes.escalated or changes.ended)
         tags: dict[str, float] = {}
-        with self._surviving("making the scalars"):
+        with surviving(self._report, "making the scalars"):
             tags = scalars(statistics, self._chosen, self._rule, saturated, self._prefix)
             tags |= {f"{self._prefix}{tag}": value for tag, value in (more or {}).items()}
             values = torch.tensor(list(tags.values()), dtype=torch.float32, device="cpu")
@@ -97,11 +97,11 @@ class Publisher:
         if not trainer.is_global_zero:
             return
         if changed:
-            with self._surviving("writing the file of events"):
+            with surviving(self._report, "writing the file of events"):
                 append_events(trainer.loggers, event_records(step, changes))
         self._observations += 1
         pictures: dict[str, Picture] = {}
-        with self._surviving("making the tables of heads"):
+        with surviving(self._report, "making the tables of heads"):
             snapshot = self._rows.take(step, statistics, self._rule)
             due = changed or picture_due(self._observations)
             if due:
@@ -118,15 +118,15 @@ class Publisher:
                 )
         experiments: list[object] = []
         for logger in trainer.loggers:
-            with self._surviving(f"writing to {type(logger).__name__}"):
+            with surviving(self._report, f"writing to {type(logger).__name__}"):
                 if not self._written_at_once(logger, tags, step):
                     log_scalars(logger, tags, step)
                 experiments.append(getattr(logger, "experiment", None))
-        with self._surviving("writing to TensorBoard"):
+        with surviving(self._report, "writing to TensorBoard"):
             self._tell(self._dashboard.send(experiments, tags))
         self._log_pictures(trainer, pictures, step)
         for logger in trainer.loggers if changed else ():
-            with self._surviving(f"flushing {type(logger).__name__}"):
+            with surviving(self._report, f"flushing {type(logger).__name__}"):
                 logger.save()  # the last points before a crash are the ones that matter
 
     def _written_at_once(self, logger: Any, tags: Mapping[str, float], step: int) -> bool:
@@ -165,13 +165,6 @@ class Publisher:
                 self._report(
                     f"{type(logger).__name__} gets no more images ({type(error).__name__}: {error}); scalars go on"
                 )
-
-    @contextmanager
-    def _surviving(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._report(f"{doing} failed: {type(error).__name__}: {error}")
 
 
 def _is_tensorboard(logger: object) -> bool:

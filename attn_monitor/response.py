@@ -47,8 +47,9 @@ class Responder:
         acting = self._action in ("stop", "raise") and any_rank(trainer, bool(critical))
         raising = acting and self._action == "raise"
         stopping = acting and self._action == "stop" and not trainer.should_stop
-        for text in (*judgement.findings, *(str(forecast) for forecast in judgement.forecasts[:1])):
+        for text in judgement.findings:
             self._notices.add(text)
+        self._tell([str(forecast) for forecast in judgement.forecasts])
         told = critical if raising or stopping else []
         self._tell(event_lines("", [event for event in changes.opened if event not in told], "newly saturated"))
         if not (raising or stopping):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attn_monitor.diagnosis import BROKEN, FACTORS, PRECISION, Diagnosis, diagnose
+from attn_monitor.diagnosis import BROKEN, FACTORS, PRECISION, SINK, Diagnosis, diagnose
 from attn_monitor.events import COLLAPSE, NONFINITE, OVERFLOW, Kind, SaturationEvent
 from attn_monitor.records import FLOAT16_MAX, AttentionStatistics
 from attn_monitor.saturation import SaturationRule
@@ -206,9 +206,9 @@ class SaturationTracker:
         lists = _Known.of(self.events, changes)
         for index, head in enumerate(heads):
             event = head.events.get("saturated")
-            if event is None or event.severity == "critical":
-                continue
             reading, place = readings[index], _Place(step, layer, index)
+            if event is None or event.severity == "critical" or reading.sink_mass > SINK:
+                continue
             known = not math.isnan(reading.ratio)
             self._replace(
                 place,
@@ -224,8 +224,14 @@ class SaturationTracker:
                 changes,
                 lists,
             )
-        if not any("saturated" in head.events for head in heads):
-            traces = [reading.trace if reading.trace == reading.trace else math.inf for reading in readings]
+        if not any(head.events["saturated"].severity == "critical" for head in heads if "saturated" in head.events):
+            counted = {index for index, head in enumerate(heads) if "saturated" not in head.events}
+            traces = [
+                reading.trace if index in counted and math.isfinite(reading.trace) else math.inf
+                for index, reading in enumerate(readings)
+            ]
+            if not counted:
+                return
             worst = min(range(len(traces)), key=lambda index: traces[index])
             self._open(_Place(step, layer, worst), "saturated", readings[worst], changes, critical_reason=reason)
 

@@ -6,6 +6,7 @@ import atexit
 import math
 import shutil
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from attn_monitor import AttentionMonitor
+from attn_monitor.events import AttentionWarning
 from attn_monitor.records import AttentionStatistics
 
 BATCH, QUERIES, DIM, HEADS = 3, 5, 12, 2
@@ -187,6 +190,15 @@ def quiet(package: Any = pl, **settings: Any) -> Any:
         "log_every_n_steps": 1,
     }
     return package.Trainer(**{**defaults, **settings})
+
+
+def fit(model: pl.LightningModule, monitor: AttentionMonitor, count: int, **settings: Any) -> tuple[Any, list[str]]:
+    """Train and return the trainer and the monitor's warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet(callbacks=[monitor, *settings.pop("callbacks", [])], **settings)
+        trainer.fit(model, loader(count))
+    return trainer, [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
 
 
 def read_events(folder: str | Path) -> EventAccumulator:

@@ -16,6 +16,7 @@ def layer(
     """A layer of d_k 64."""
     return make_record(
         heads,
+        scale=[ratio / 8] * heads,
         scale_ratio=[ratio] * heads,
         q_rms=[q_rms] * heads,
         k_rms=[k_rms] * heads,
@@ -58,10 +59,27 @@ def test_layers_of_one_scale_share_a_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(("q_rms", "k_rms"), [(0.125, 1.0), (0.125, 0.125), (1.0, 0.125)])
-def test_a_design_without_scale_whose_vectors_have_unit_length_is_meant(q_rms: float, k_rms: float) -> None:
-    assert audit(a=layer(8.0, q_rms, k_rms)) == []
-    assert len(audit(a=layer(8.0, q_rms, k_rms, row_std=3.9))) == 1  # but its logits are not healthy
+@pytest.mark.parametrize(
+    ("scale", "q_rms", "k_rms", "design"),
+    [
+        (10.0, 0.125, 0.125, "cosine attention with a temperature"),
+        (1.0, 0.125, 0.9, "one of both normalised"),
+        (1.0, 64**-0.25, 64**-0.25, "QK-norm with gains that share the scale"),
+        (1.0, 0.12, 1.0, "T5 as it is initialised"),
+        (1.0, 0.25, 0.5, "T5 later on"),
+        (1.0, 0.21, 1.0, "T5 later on"),
+    ],
+)
+def test_a_design_without_scale_is_passed_over_while_its_logits_are_healthy(
+    scale: float, q_rms: float, k_rms: float, design: str
+) -> None:
+    assert audit(a=layer(8 * scale, q_rms, k_rms, row_std=3.9)) == [], design
+    assert len(audit(a=layer(8 * scale, q_rms, k_rms, row_std=4.1))) == 1
+
+
+@pytest.mark.parametrize(("q_rms", "k_rms"), [(0.226, 0.226), (0.577, 0.577), (0.2, 0.21), (1.0, 1.0), (3.0, 0.9)])
+def test_a_scale_that_was_forgotten_is_told_however_small_the_logits_are(q_rms: float, k_rms: float) -> None:
+    assert len(audit(a=layer(8.0, q_rms, k_rms, row_std=0.4))) == 1
 
 
 def test_what_is_not_known_is_not_judged() -> None:

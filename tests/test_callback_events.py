@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationEvent, SaturationRule
 from attn_monitor.events import AttentionWarning
+from tests import models
 from tests.models import LIGHTNING_ADVICE, Kind, Lit, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE
@@ -53,11 +54,7 @@ class Scripted(Lit):
 
 def fit(model: Lit, monitor: AttentionMonitor, count: int, **settings: Any) -> tuple[Any, list[str]]:
     """Train and return the trainer and the monitor's warnings, those about the missing logger left out."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = quiet(callbacks=[monitor, *settings.pop("callbacks", [])], **settings)
-        trainer.fit(model, loader(count))
-    said = [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
+    trainer, said = models.fit(model, monitor, count, **settings)
     return trainer, [text for text in said if "no logger" not in text]
 
 

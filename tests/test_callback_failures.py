@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,9 @@ from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor, AttentionProbe
-from attn_monitor.events import AttentionWarning
-from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet, read_events
+from tests.models import LIGHTNING_ADVICE, Lit, fit, loader, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE
-
-
-def fit(model: Lit, monitor: AttentionMonitor, count: int, **settings: Any) -> tuple[Any, list[str]]:
-    """Train and return the trainer and the monitor's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = quiet(callbacks=[monitor, *settings.pop("callbacks", [])], **settings)
-        trainer.fit(model, loader(count))
-    return trainer, [str(w.message) for w in caught if issubclass(w.category, AttentionWarning)]
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:

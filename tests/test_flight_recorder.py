@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,11 @@ from attn_monitor.flight_records import FlightRecord, Observation, from_json
 from attn_monitor.gradient_norms import GradientNorms, attention_parameters
 from attn_monitor.nonfinite import Largest, Turn, where_it_began
 from attn_monitor.saturation import SaturationRule
-from tests.models import DIM, LIGHTNING_ADVICE, Lit, loader, make_record, quiet
+from tests.models import DIM, LIGHTNING_ADVICE, Lit, fit, loader, make_record, quiet
 
 pytestmark = LIGHTNING_ADVICE
 LAYERS = ("net.blocks.0", "net.blocks.1")
 _INF = float("inf")
-
-
-def fit(model: Lit, monitor: AttentionMonitor, count: int, **settings: Any) -> tuple[Any, list[str]]:
-    """Train and return the trainer and the monitor's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = quiet(callbacks=[monitor, *settings.pop("callbacks", [])], **settings)
-        trainer.fit(model, loader(count))
-    return trainer, [str(w.message) for w in caught if issubclass(w.category, AttentionWarning)]
 
 
 def written(folder: str | Path) -> list[FlightRecord]:

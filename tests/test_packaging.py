@@ -131,6 +131,7 @@ ROOMS = {
         "gradient_norms",
         "nonfinite",
         "evaluation",
+        "stages",
         "observer",
         "lightning_compat",
     },

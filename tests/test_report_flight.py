@@ -20,8 +20,8 @@ from attn_monitor.flight_records import Beginning, FlightRecord, Observation, fr
 from attn_monitor.reports.flight import Flight, as_run, summarize_flight
 from attn_monitor.reports.runs import Findings, find_runs, read_runs
 from tests.event_data import HOSTILE, make_run
-from tests.models import LIGHTNING_ADVICE
-from tests.test_flight_recorder import Planted, fit
+from tests.models import LIGHTNING_ADVICE, fit
+from tests.test_flight_recorder import Planted
 from tests.test_report import Page, table
 
 pytestmark = LIGHTNING_ADVICE

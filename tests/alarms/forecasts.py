@@ -72,11 +72,10 @@ def passing(record: Record, forecast: Forecast) -> int | None:
 
 
 def verdict(forecast: Forecast, passed: int | None, record: Record) -> str:
-    """Tell whether a head passed its limit when it was foretold; an observation may be late by their distance."""
-    late = record.recipe.setting.every
+    """Tell whether a head was first seen above its limit when it was foretold."""
     last = int(record.steps[-1])
     if passed is None:
         return "never" if last >= forecast.latest else "unknown"
     if passed < forecast.earliest:
         return "before"
-    return "within" if passed <= forecast.latest + late else "after"
+    return "within" if passed <= forecast.latest else "after"

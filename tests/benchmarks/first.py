@@ -10,7 +10,7 @@ import torch
 
 from attn_monitor import AttentionProbe
 from tests.benchmarks.looks import FULL_SET
-from tests.benchmarks.model import GPT2, RandomTokens
+from tests.benchmarks.model import GPT2, plain_step
 from tests.benchmarks.page import paragraph, table, with_halves
 from tests.benchmarks.sizes import SEED, ModelSize, Sizes
 from tests.benchmarks.turns import Clock, Spread, interleaved, progress, ratios
@@ -38,13 +38,7 @@ def measured(size: ModelSize, kernel: str, rounds: int) -> Line:
     model = GPT2(size)
     model.model.set_attn_implementation(kernel)
     model.train()
-    [tokens] = RandomTokens(size, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        model.training_step(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step = plain_step(model, size)
 
     def observed(probe: AttentionProbe) -> None:
         probe.attach(methods=("training_step",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytorch_lightning as pl
@@ -132,3 +132,16 @@ class RandomTokens:
         shape = self.size.batch, self.size.context + 1
         for _ in range(self.steps):
             yield torch.randint(self.size.vocabulary, shape, generator=generator)
+
+
+def plain_step(model: Decoder, size: ModelSize) -> Callable[[], None]:
+    """Return a training step on one batch, in a loop without Lightning."""
+    [tokens] = RandomTokens(size, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model.training_step(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -20,7 +20,7 @@ from attn_monitor.records import AttentionCall
 from attn_monitor.statistics import attention_rows
 from attn_monitor.workspace import Workspaces
 from tests.benchmarks.looks import FORWARD_SET, FULL_SET, Case, floor
-from tests.benchmarks.model import GPT, RandomTokens
+from tests.benchmarks.model import GPT, plain_step
 from tests.benchmarks.page import NONE, paragraph, table
 from tests.benchmarks.sizes import SEED, ModelSize, Sizes
 from tests.benchmarks.training import train
@@ -153,13 +153,7 @@ def _inside(method: Callable[..., Any], watch: Stopwatch) -> Callable[..., Any]:
 def _ways(size: ModelSize, looking: Stopwatch, recording: Stopwatch) -> dict[str, Callable[[], object]]:
     """Return the steps of a plain loop that take turns, and what their statistics cannot do without."""
     model = GPT(size).train()
-    [tokens] = RandomTokens(size, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        model.training_step(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step = plain_step(model, size)
 
     def watched(probe: AttentionProbe) -> None:
         with patch.object(engine, "attention_rows", looking.timed(attention_rows)):

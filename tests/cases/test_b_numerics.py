@@ -16,6 +16,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.t5 import modeling_t5
 
 from attn_monitor import AttentionMonitor, AttentionProbe, SaturationEvent, SaturationRule, observe_logits, tiles
+from attn_monitor.audit import scale_findings
 from attn_monitor.functional import attention_statistics, softmax_statistics
 from tests.cases.support import (
     Core,
@@ -265,6 +266,7 @@ def test_b07_attention_without_a_scale_by_design_alarms_nobody(monkeypatch: pyte
         assert value(stats, "scale_ratio").tolist() == pytest.approx([math.sqrt(8)] * 4)
         assert value(stats, "logit_std").max() < 5
         assert not any(saturated(stats))
+    assert scale_findings(found, RULE) == []  # nor does the audit of the first step say a word
 
 
 def test_b08_normalised_queries_and_keys_without_a_scale_are_saturated() -> None:
