@@ -225,3 +225,10 @@ def test_nothing_of_a_model_is_kept_after_a_fit_with_a_mitigation() -> None:
     del model
     gc.collect()
     assert kept() is None
+
+
+def test_every_forecast_of_a_step_is_said() -> None:
+    monitor = AttentionMonitor()
+    _, said = fit(Scripted(RISING, layers=2), monitor, len(RISING))
+    (told,) = [text for text in said if "at its present growth" in text]
+    assert [f"net.blocks.{index} reaches the limit" in told for index in (0, 1)] == [True, True]

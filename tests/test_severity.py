@@ -120,3 +120,24 @@ def test_events_are_replaced_in_place_after_a_resume_too() -> None:
     changes = second.update(1, {"a": layer([0.9, 0.9], [0.1, 0.1])})
     assert second.events == changes.escalated
     assert [(event.head, event.step, event.critical_step) for event in second.events] == [(0, 0, 1), (1, 0, 1)]
+
+
+def test_a_head_on_a_sink_stays_a_warning_where_its_layer_collapses() -> None:
+    tracker = SaturationTracker(SaturationRule())
+    record = layer([0.9, 0.9, 0.9], [0.01, 0.2, 0.3], sink_mass=[0.99, 0.1, 0.2], q_rms=[3.0] * 3)
+    tracker.update(0, {"a": record})
+    assert [(event.head, event.severity) for event in tracker.events] == [
+        (0, "warning"),
+        (1, "critical"),
+        (2, "critical"),
+    ]
+    assert tracker.events[0].remedy == "nothing while the loss is fine, heads that rest on a sink are normal"
+
+
+def test_where_only_a_sink_is_flagged_the_collapse_is_that_of_another_head() -> None:
+    tracker = SaturationTracker(SaturationRule())
+    tracker.update(0, {"a": layer([0.9, 0.4, 0.4], [0.01, 0.3, 0.2], sink_mass=[0.99, 0.1, 0.2])})
+    assert [(event.head, event.severity, event.statistic) for event in tracker.events] == [
+        (0, "warning", "logit_row_std"),
+        (2, "critical", "jacobian_trace"),
+    ]
