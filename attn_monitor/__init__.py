@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from attn_monitor.inspection import inspect_attention as inspect_attention
     from attn_monitor.probe import AttentionProbe as AttentionProbe
     from attn_monitor.qk_clip import QKClip as QKClip
+    from attn_monitor.ranks import RankError as RankError
+    from attn_monitor.ranks import RankReduction as RankReduction
     from attn_monitor.records import AttentionStatistics as AttentionStatistics
     from attn_monitor.saturation import SaturationRule as SaturationRule
 
@@ -32,6 +34,8 @@ _EXPORTS = {
     "AttentionWarning": "attn_monitor.events",
     "InspectedAttention": "attn_monitor.inspection",
     "QKClip": "attn_monitor.qk_clip",
+    "RankError": "attn_monitor.ranks",
+    "RankReduction": "attn_monitor.ranks",
     "SaturationEvent": "attn_monitor.events",
     "SaturationRule": "attn_monitor.saturation",
     "inspect_attention": "attn_monitor.inspection",

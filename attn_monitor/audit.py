@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_monitor.diagnosis import SAFE_SCALE
 from attn_monitor.records import AttentionStatistics
-from attn_monitor.saturation import SaturationRule
+from attn_monitor.saturation import SaturationRule, matches
 
 _EXACT = 0.03
 """How far a size may be off that a normalisation has set."""
@@ -25,6 +25,7 @@ UNIFORM = 0.995
 _OBSERVATIONS = 20
 _STEPS = 500
 _LISTED = 4
+_LISTED_NAMES = 20
 
 
 def scale_findings(statistics: Mapping[str, AttentionStatistics], rule: SaturationRule) -> list[str]:
@@ -33,15 +34,32 @@ def scale_findings(statistics: Mapping[str, AttentionStatistics], rule: Saturati
     A `scale_ratio` outside 0.8 to 1.2 is told with what it most likely is. Of designs that leave the scale out on
     purpose (cosine attention, QK-norm, T5) nothing is said while their logits are healthy.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[tuple[int, str], list[tuple[float, str]]] = {}
     for layer, stats in statistics.items():
         ratio = _common(stats.scale_ratio)
         if ratio is None or stats.head_dim is None or SAFE_SCALE[0] <= round(abs(ratio), 4) <= SAFE_SCALE[1]:
             continue
         if _meant(stats, rule.of(layer)):
             continue
-        found.setdefault(_meaning(abs(ratio), stats.head_dim, stats.head_dim * stats.heads), []).append(layer)
-    return [f"scale audit: {text} in {_names(layers)}" for text, layers in found.items()]
+        meaning = _meaning(abs(ratio), stats.head_dim, stats.heads)
+        found.setdefault((stats.head_dim, meaning), []).append((abs(ratio), layer))
+    return [
+        f"scale audit: scale * sqrt(d_k={head_dim}) is {_span([ratio for ratio, _ in places])}, {meaning}, "
+        f"in {_names([layer for _, layer in places])}"
+        for (head_dim, meaning), places in found.items()
+    ]
+
+
+def override_findings(layers: Sequence[str], rule: SaturationRule) -> list[str]:
+    """Return what is to be said of the rule's overrides for the layers of the first record: which fit none."""
+    idle = [pattern for pattern in rule.overrides if not any(matches(pattern, layer) for layer in layers)]
+    if not idle:
+        return []
+    more = f" and {len(layers) - _LISTED_NAMES} more" if len(layers) > _LISTED_NAMES else ""
+    return [
+        f"saturation overrides without effect: {', '.join(map(repr, idle))} {'fits' if len(idle) == 1 else 'fit'} no "
+        f"layer; the layers are {', '.join(layers[:_LISTED_NAMES])}{more}"
+    ]
 
 
 class UniformWatch:
@@ -115,18 +133,24 @@ def _is(size: float, wanted: float) -> bool:
     return abs(size / wanted - 1) < _EXACT
 
 
-def _meaning(ratio: float, head_dim: int, width: int) -> str:
+def _span(ratios: Sequence[float]) -> str:
+    """Return the ratios of layers that share a text, which a learned scale makes differ."""
+    lowest, highest = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"
+
+
+def _meaning(ratio: float, head_dim: int, heads: int) -> str:
     """Return what a scale ratio most likely is."""
     guesses = [
         (math.sqrt(head_dim), "the scale 1/sqrt(d_k) is missing"),
         (float(head_dim), "sqrt(d_k) stands in place of 1/sqrt(d_k)"),
         (1 / math.sqrt(head_dim), "1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice"),
-        (math.sqrt(head_dim / width), "1/sqrt(d_model) stands in place of 1/sqrt(d_k)"),
         (2.0, "the scale is doubled"),
+        (0.5, "the scale is halved"),
+        (heads**-0.5, f"1/sqrt(d_model) stands in place of 1/sqrt(d_k) of {heads} heads"),
     ]
     fitting = [text for value, text in guesses if head_dim > 1 and abs(ratio / value - 1) < _NEAR]
-    text = fitting[0] if fitting else "it is outside of 0.8 to 1.2, where it is known to be harmless"
-    return f"scale * sqrt(d_k={head_dim}) is {ratio:.3g}, {text},"
+    return ", or ".join(fitting) or "outside of 0.8 to 1.2, where it is known to be harmless"
 
 
 def _names(layers: Sequence[str]) -> str:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from attn_monitor.capture.naming import CallSite
 from attn_monitor.capture.ownership import in_backward
-from attn_monitor.capture.sighting import Sighting
+from attn_monitor.capture.sighting import Sighting, UnmeasurableError
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.looks import GradScale, Looks, PendingEntries
 from attn_monitor.placement import Placement
 from attn_monitor.records import AttentionCall
 from attn_monitor.sums import AttentionSums
 from attn_monitor.taps import ChangedInPlaceError, GradientTaps, can_wait, saving
+from attn_monitor.tensor_parallel import HeadPlaces, HeadShard
 from attn_monitor.unseen import unseen
 
 NO_BACKWARD = (
@@ -45,6 +46,9 @@ class Collector:
         gradients: Whether gradients are measured.
         per_call: Whether each call of a module in one forward has a record of its own.
         grad_scale: What gradients are divided by.
+
+    Attributes:
+        gathered: Whether somebody puts the heads together that tensor parallelism spreads over processes.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Collector:
         self._gradients = gradients and bool(statistics & GRADIENTS)
         self._per_call = per_call
         self.placement = Placement()
-        self.on_call: Callable[[str, AttentionCall], None] | None = None
+        self.on_call: Callable[[str | None, AttentionCall], None] | None = None
         self._counts: dict[Hashable, int] = {}
         self.sums: dict[str, AttentionSums] = {}
         self._order: dict[str, None] = {}
@@ -69,6 +73,8 @@ class Collector:
         self._notes: dict[str, str] = {}
         self._ungraded: dict[str, str] = {}
         self._tapped: dict[str, None] = {}  # in their order
+        self._heads = HeadPlaces()
+        self.gathered = False
         self._ended = False
         self.paths: dict[str, str] = {}
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
@@ -97,7 +103,14 @@ class Collector:
     def notes(self) -> dict[str, str]:
         """What to know about the numbers of a record."""
         late = {record: NO_BACKWARD for record in self._tapped if self._ended and not self._has_gradients(record)}
-        return {**late, **self._notes, **self._ungraded}
+        some = {} if self.gathered else {record: shard.note for record, shard in self.head_shards.items()}
+        others = {**late, **self._notes, **self._ungraded}
+        return {**others, **{record: "; ".join(filter(None, (some[record], others.get(record)))) for record in some}}
+
+    @property
+    def head_shards(self) -> dict[str, HeadShard]:
+        """Which of a record's heads are here, for records of which others are in other processes."""
+        return {record: shard for record in self.sums if (shard := self._heads.parts.get(record)) is not None}
 
     def begin(self) -> None:
         """Prepare for the hooks of one attachment."""
@@ -129,6 +142,7 @@ class Collector:
         self._notes.clear()
         self._ungraded.clear()
         self._tapped.clear()
+        self._heads.parts.clear()
         self._first_pass.clear()
         self._unplaced.clear()
 
@@ -144,9 +158,10 @@ class Collector:
 
     def after(self, sighting: Sighting, out: Tensor) -> None:
         """Take a call that has run."""
-        if (found := self.placement.place()) is not None:
-            if self.on_call is not None:
-                self.on_call(found[0], sighting.call)
+        found = self.placement.place()
+        if self.on_call is not None:
+            self.on_call(None if found is None else found[0], sighting.call)
+        if found is not None:
             self._take(*found, sighting, out)
 
     def unmeasured(self, reason: str) -> None:
@@ -204,6 +219,9 @@ class Collector:
         entries: PendingEntries | None = None
         waits = forward and tapped and where == "graph" and can_wait(sighting, out)
         if isinstance(target, str) and forward:
+            if reason := self._heads.misplaced(target, sighting, self.placement.running()):
+                self._drop(record, reason)
+                return
             self._order.setdefault(target)
             self.paths[target] = sighting.path
             if sighting.note:
@@ -277,7 +295,7 @@ class Collector:
             self._fail(record, error)
 
     def _gradient_failed(self, record: Hashable, error: Exception) -> None:
-        if isinstance(error, ChangedInPlaceError) and isinstance(record, str):
+        if isinstance(error, (ChangedInPlaceError, UnmeasurableError)) and isinstance(record, str):
             self._looks.empty()
             if record in self.sums:  # those of other calls would be half the truth
                 self._ungraded[record] = f"gradients not measured: {error}"
@@ -289,7 +307,10 @@ class Collector:
 
     def _fail(self, record: str, error: Exception) -> None:
         """Drop a layer that raised: half of its numbers would be worse than none."""
-        self._skipped[record] = _told(error)
+        self._drop(record, _told(error))
+
+    def _drop(self, record: str, reason: str) -> None:
+        self._skipped[record] = reason
         for name in [name for name in self.sums if name == record or name.startswith(f"{record}@")]:
             del self.sums[name]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attn_monitor.growth import GROWN, PRODUCT, REST, grown_factors, growth
+from attn_monitor.growth import GROWN, PRODUCT, REST, SPREAD, grown_factors, growth
 
 FACTORS = (*PRODUCT, "qk_std", "logit_row_std", "logit_max")
 """The per-head numbers a diagnosis may use."""
@@ -19,11 +19,13 @@ _NEAR = 0.1
 _MATTERS = 0.05
 """Shares of a growth below this are not listed."""
 
-NORMS = "lower the learning rate or warm up longer; QK-norm, QK-clip, or weight decay on W_q and W_k"
+SLOWER = "lower the learning rate or warm up longer; QK-norm"
+NORMS = f"{SLOWER}, QK-clip, or weight decay on W_q and W_k"
 DIRECTIONS = "lower the learning rate or warm up longer; a logit softcap"
 ADDED = "look at the bias or the mask that is added to the logits; a logit softcap"
 SCALE = "restore the scale 1/sqrt(d_k)"
 LEARNED_SCALE = "bound the learned scale, or lower its learning rate"
+TEMPERATURE = "bound the temperature or scale, or lower its learning rate; normalise the vectors that it multiplies"
 RESTING = "nothing while the loss is fine, heads that rest on a sink are normal"
 PRECISION = "QK-norm or a logit softcap; until then keep the logits and the softmax in float32"
 BROKEN = "look at the inputs and the step before; keep the logits and the softmax in float32"
@@ -77,7 +79,10 @@ def diagnose(
     shares = dict(whole.shares) if whole is not None else {}
     scale = "" if "scale_ratio" in grown else scale_in_words(now.get("scale_ratio"), head_dim)
     clauses, remedies = ([scale], [SCALE]) if scale else ([], [])
-    if grown:
+    if not any(name in now for name in (*PRODUCT, "qk_std")):
+        if clause := _logits_clause(now, first, since):
+            clauses, remedies = [clause], [TEMPERATURE]
+    elif grown:
         most = max(grown, key=lambda name: grown[name])
         clauses.append(_growth_clause(grown, most, shares if say_shares else {}, since))
         remedies.append(_REMEDIES[most])
@@ -124,6 +129,18 @@ def _growth_clause(grown: Mapping[str, float], most: str, shares: Mapping[str, f
         return text
     listed = sorted(parts, key=lambda part: -part[1])
     return f"{text} ({', '.join(f'{name} {share:.0%}' for name, share in listed)} of the growth)"
+
+
+def _logits_clause(now: Mapping[str, float], first: Mapping[str, float], since: int) -> str:
+    """Say what is known of logits that were shown without query and key; empty if that is nothing."""
+    whole = growth(now, first)
+    largest = f", the largest is {now['logit_max']:.3g} now" if "logit_max" in now else ""
+    if whole is not None and whole.total >= GROWN:
+        return (
+            f"a temperature, scale or vectors that grew, since the logits spread {whole.total:.3g}x as far as at step "
+            f"{since}{largest} (without query and key no more is known)"
+        )
+    return f"logits that are wide from their first observation on{largest}" if largest and SPREAD in now else ""
 
 
 def _largest(now: Mapping[str, float]) -> str:

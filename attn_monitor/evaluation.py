@@ -9,9 +9,6 @@ from attn_monitor.lightning_compat import LightningCallback
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-PREFIXES = {"validate": "val_", "test": "test_", "predict": "predict_"}
-"""What stands before the tags of each evaluation stage."""
-
 
 class EvaluationHooks(LightningCallback):
     """Sends Lightning's nine evaluation hooks through three methods of the subclass."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["warning", "critical"]
 Kind = Literal["saturated", "nonfinite", "overflow"]
 """What a head can have an open event of; each opens and ends by itself."""
+Topic = Literal["nonfinite", "critical", "saturated", "overflow"]
+"""What events are told of together, the most serious first."""
 
 NONFINITE = "nonfinite"
 """What an event of nan or inf logits calls its statistic."""
@@ -19,6 +21,15 @@ COLLAPSE = "jacobian_trace"
 
 _LISTED = 20
 """How many heads one text lists at most."""
+LISTED_ALOUD = 5
+"""How many heads a warning or an error lists at most: the worst, since one cause mostly has many heads."""
+_CAUSE = "likely cause"
+_HEADINGS: Mapping[Topic, tuple[str, str]] = {
+    "nonfinite": ("is critical, its logits are nan or inf", "are critical, their logits are nan or inf"),
+    "critical": ("is critical", "are critical"),
+    "saturated": ("is newly saturated", "are newly saturated"),
+    "overflow": ("has logits near the end of float16", "have logits near the end of float16"),
+}
 
 
 class AttentionWarning(UserWarning):
@@ -91,6 +102,11 @@ class SaturationEvent:
         return kinds.get(self.statistic, "saturated")
 
     @property
+    def topic(self) -> Topic:
+        """What the event is told under."""
+        return "critical" if self.kind == "saturated" and self.severity == "critical" else self.kind
+
+    @property
     def latest(self) -> int:
         """The step that the numbers are from."""
         return self.step if self.critical_step is None else self.critical_step
@@ -129,25 +145,48 @@ class SaturationEvent:
         )
 
 
-def listed(events: Sequence[SaturationEvent], where: str = "`monitor.events`") -> list[str]:
+def by_topic(events: Sequence[SaturationEvent]) -> dict[Topic, list[SaturationEvent]]:
+    """Return the events of each topic that has some, the most serious topic first."""
+    found = {topic: [event for event in events if event.topic == topic] for topic in _HEADINGS}
+    return {topic: some for topic, some in found.items() if some}
+
+
+def heading(topic: Topic, heads: int, more: bool = False) -> str:
+    """Return how many heads have events of a topic, `more` after others.
+
+    Example:
+        >>> heading("critical", 2), heading("nonfinite", 1, more=True)
+        ('2 heads are critical', '1 more head is critical, its logits are nan or inf')
+    """
+    one, many = _HEADINGS[topic]
+    return f"{heads}{' more' if more else ''} {f'head {one}' if heads == 1 else f'heads {many}'}"
+
+
+def worst_first(events: Iterable[SaturationEvent]) -> list[SaturationEvent]:
+    """Return events in the order of how far their heads are above the limit."""
+    return sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
+
+
+def listed(events: Sequence[SaturationEvent], where: str = "`monitor.events`", most: int = _LISTED) -> list[str]:
     """Return the lines that tell of events, the worst heads first; what is said of many is said once."""
-    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)
+    worst = worst_first(events)
     groups: dict[tuple[str, str], list[SaturationEvent]] = {}
-    for event in worst[:_LISTED]:
+    for event in worst[:most]:
         groups.setdefault((event.critical_reason, event.remedy), []).append(event)
     lines = []
     for (reason, _), group in groups.items():
         lines += [f"  step {event.latest}: {event.finding}" for event in group]
         if reason:
             lines.append(f"    critical: {reason}")
-        if group[0].explanation:
-            lines.append(f"    {'of the first of these, ' if len(group) > 1 else ''}{group[0].explanation}")
-    more = [f"  and {len(worst) - _LISTED} more, all in {where}"] if len(worst) > _LISTED else []
+        if explanation := group[0].explanation:
+            whose = f"{_CAUSE} (for the worst of these, head {group[0].head} of {group[0].layer}):"
+            lines.append(f"    {explanation.replace(f'{_CAUSE}:', whose, 1) if len(group) > 1 else explanation}")
+    more = [f"  and {len(worst) - most} more, all in {where}"] if len(worst) > most else []
     return lines + more
 
 
 class AttentionSaturationError(RuntimeError):
-    """Training was ended because heads are critically saturated.
+    """Training was ended because heads are critically saturated, or their logits are nan or inf.
 
     Attributes:
         events: The critical events, empty on a rank that has none of its own.
@@ -155,8 +194,11 @@ class AttentionSaturationError(RuntimeError):
 
     def __init__(self, events: Sequence[SaturationEvent]) -> None:
         self.events = list(events)
-        found = listed(self.events) or ["  the events were found by another rank"]
-        super().__init__("\n".join(["attention is critically saturated", *found]))
+        found = listed(self.events, most=LISTED_ALOUD) or ["  the events were found by another rank"]
+        broken = sum(event.kind == "nonfinite" for event in self.events)
+        what = ["attention is critically saturated"] if broken < max(len(self.events), 1) else []
+        what += ["logits are nan or inf"] if broken else []
+        super().__init__("\n".join([" and ".join(what), *found]))
 
     def __reduce__(self) -> tuple[type[AttentionSaturationError], tuple[list[SaturationEvent]]]:
         return type(self), (self.events,)  # exceptions of workers travel pickled

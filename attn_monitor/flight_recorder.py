@@ -7,24 +7,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_monitor.events import SaturationEvent, listed
 from attn_monitor.flight_memory import FlightMemory
 from attn_monitor.flight_records import Beginning, FlightRecord, Observation, flight_name, to_json, write_flight
 from attn_monitor.gradient_norms import GradientNorms
-from attn_monitor.lightning_compat import logged_step
+from attn_monitor.loop import Loop
 from attn_monitor.nonfinite import Turn, broken_heads, where_it_began
 from attn_monitor.notices import surviving
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.tags import EVENTS_FILE
-
-if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
 
 MOST_FILES, MOST_FOR_EVENTS = 8, 4
 """How many files a fit leaves in a folder at most, and how many of them for critical events alone."""
@@ -40,7 +37,9 @@ class FlightRecorder:
     They are written as `attn_monitor_flight_<step>.json` into the folder of every logger that has one, else into the
     trainer's `default_root_dir`: when an event is or becomes critical, when the loss or a logit turns nan or inf, and
     when an exception ends the fit. `attn-monitor report` shows them. A fit leaves 8 files at most, 4 of them for
-    critical events alone; after that the latest is replaced. `fast_dev_run` writes nothing.
+    critical events alone; after that the latest is replaced. `fast_dev_run` writes nothing, nor can a folder that is an
+    address be written to; the checkpoints then hold what there is. The files of a second monitor of the same training
+    start with `monitor2_`, as its tags do.
 
     On a step that is not observed the recorder keeps a reference to the loss, and nothing else. With the next record
     these losses are read, all at once, so that the step of the first one that is not finite is known if it is among
@@ -57,8 +56,7 @@ class FlightRecorder:
     Attributes:
         memory: What is kept.
         began: Where numbers that are not finite began in this fit, `None` if all are finite.
-        wants_next: Whether the next step should be observed, as a loss was not finite and all logits were; never with
-            several processes.
+        wants_next: Whether the next step should be observed, as a loss was not finite and all logits were.
     """
 
     def __init__(self, size: int = 64, report: Callable[[str], None] = lambda _: None) -> None:
@@ -67,6 +65,7 @@ class FlightRecorder:
         self.began: Beginning | None = None
         self.wants_next = False
         self._report = report
+        self._prefix = ""
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -104,46 +103,50 @@ class FlightRecorder:
         except ValueError as error:
             self._report(f"the flight record in the checkpoint is ignored: {error}")
 
-    def start(self) -> None:
-        """Begin a fit."""
+    def start(self, prefix: str = "") -> None:
+        """Begin a fit.
+
+        Args:
+            prefix: Stands before the names of the files, to tell several monitors of one training apart.
+        """
         self._forget_fit()
+        self._prefix = prefix
         self.began, self.wants_next = None, False
         self._running = self.size > 0
 
-    def keep_loss(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
+    def keep_loss(self, step: int, loss: object, *, batches: int = 1, copied: bool = False) -> None:
         """Keep the loss of a batch, without looking at it.
 
         Args:
-            trainer: The trainer.
-            pl_module: The module.
-            outputs: What Lightning hands to `on_train_batch_end`.
+            step: The x value.
+            loss: The loss; what is no tensor with one element is passed over.
+            batches: By how many batches of the optimizer step it is divided.
+            copied: Whether nobody else writes to it.
         """
         if not self._running:
             return
         with surviving(self._report, "keeping a loss"):
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                return
-            if pl_module.automatic_optimization:  # a copy, which Lightning divided by the number of batches
-                self._waiting.append((logged_step(trainer), loss.detach(), trainer.accumulate_grad_batches))
-            else:
-                self._waiting.append((logged_step(trainer), loss.detach().clone(), 1))
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                kept = loss.detach() if copied else loss.detach().clone()
+                self._waiting.append((step, kept, batches))
 
-    def keep_gradients(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-        """Measure the gradients that an optimizer is about to step with, without waiting for the device."""
+    def keep_gradients(self, optimizer: torch.optim.Optimizer, *, scaled: bool = False) -> None:
+        """Measure the gradients that an optimizer is about to step with, without waiting for the device.
+
+        Args:
+            optimizer: The optimizer.
+            scaled: Whether they still carry the factor of a `GradScaler`.
+        """
         if not self._running:
             return
         with surviving(self._report, "measuring the gradients"):
             self._rates[id(optimizer)] = _rates(optimizer)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            # Such an optimizer divides by the scale itself, in its step.
-            scaled = scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
             self._norms.take(optimizer, scaled=scaled)
 
     def record(
         self,
-        trainer: Trainer,
-        pl_module: LightningModule,
+        loop: Loop,
+        model: nn.Module,
         statistics: Mapping[str, AttentionStatistics],
         rule: SaturationRule,
         changed: Sequence[SaturationEvent] = (),
@@ -152,8 +155,8 @@ class FlightRecorder:
         """Take in an observed step, and write what is kept if it brought anything critical.
 
         Args:
-            trainer: The trainer.
-            pl_module: The module whose modules the layers are named after.
+            loop: The loop.
+            model: The model whose modules the layers are named after.
             statistics: The record.
             rule: Gives the saturation ratios.
             changed: The events that are new or became critical.
@@ -161,24 +164,25 @@ class FlightRecorder:
         """
         if not self._running:
             return
-        step, turned = logged_step(trainer), None
+        step, turned = loop.step, None
         with surviving(self._report, "reading the losses"):
             turned = self._read_losses()
         with surviving(self._report, "keeping an observation"):
-            self.memory.add(self._observation(trainer, pl_module, step, statistics), statistics, rule)
+            self.memory.add(self._observation(loop, model, step, statistics), statistics, rule)
         self._norms.clear()
         self._rates.clear()
         reasons = [_EVENT] if any(event.severity == "critical" for event in changed) else []
         with surviving(self._report, "looking for nan and inf"):
             reasons += self._not_finite(step, statistics, turned)
-        # A request of one process alone would have it observe a step that the others do not.
-        self.wants_next = turned is not None and not self._logits_broken and trainer.world_size == 1
+        self.wants_next = turned is not None and not self._logits_broken
         if reasons:
-            self._write(trainer, step, reasons, rule, events)
+            self._write(loop, step, reasons, rule, events)
+        if _LOSS in reasons:
+            self._tell(loop, step)
 
     def finish(
         self,
-        trainer: Trainer,
+        loop: Loop,
         rule: SaturationRule,
         events: Sequence[SaturationEvent] = (),
         error: BaseException | None = None,
@@ -186,7 +190,7 @@ class FlightRecorder:
         """End a fit: read the last losses, and write what is kept if one was not finite or an exception is the end.
 
         Args:
-            trainer: The trainer.
+            loop: The loop.
             rule: As in `record`.
             events: As in `record`.
             error: The exception.
@@ -197,14 +201,15 @@ class FlightRecorder:
             reasons = [] if error is None else [_EXCEPTION]
             turned = self._read_losses()
             known = [*(step for step, _ in self.memory.losses), *(one.step for one in self.memory.observations)]
-            step = max(known, default=0) if error is None else logged_step(trainer)
+            step = max(known, default=0) if error is None else loop.step
             if turned is not None:
                 earlier = self.began if self._logits_broken else None
                 self.began = where_it_began(turned, None, {}, self.memory.largest_logit(), earlier=earlier)
-                self._tell(step)
                 reasons.append(_LOSS)
             if reasons and known:
-                self._write(trainer, step, reasons, rule, events, error)
+                self._write(loop, step, reasons, rule, events, error)
+            if turned is not None:
+                self._tell(loop, step)
         self._running = False
         self._waiting.clear()
         self._norms.clear()
@@ -231,10 +236,10 @@ class FlightRecorder:
         return turned
 
     def _observation(
-        self, trainer: Trainer, pl_module: LightningModule, step: int, statistics: Mapping[str, AttentionStatistics]
+        self, loop: Loop, model: nn.Module, step: int, statistics: Mapping[str, AttentionStatistics]
     ) -> Observation:
-        norm, layer_norms = self._norms.read(pl_module, statistics)
-        rates = [self._rates.get(id(optimizer)) or _rates(optimizer) for optimizer in trainer.optimizers]
+        norm, layer_norms = self._norms.read(model, statistics)
+        rates = [self._rates.get(id(optimizer)) or _rates(optimizer) for optimizer in loop.optimizers]
         return Observation(
             step=step,
             loss=self.memory.loss_of(step),
@@ -255,18 +260,22 @@ class FlightRecorder:
         self.began = where_it_began(turned or self._turn, step, statistics, largest, earlier=earlier)
         if turned is None:  # of logits alone the event tells
             return [_LOGITS]
-        self._tell(step)
         return [_LOSS, *([_LOGITS] if logits_turned else [])]
 
-    def _tell(self, step: int) -> None:
-        """Tell of the first loss that is not finite, once a fit."""
-        if self.began is not None and not self._told:
-            self._told = True
-            self._report(f"{self.began.text}; what led to it is in {flight_name(step)}")
+    def _tell(self, loop: Loop, step: int) -> None:
+        """Tell of the first loss that is not finite, once a fit, and of the file if one was written."""
+        if self.began is None or self._told:
+            return
+        self._told = True
+        _, paths = self._files.get(step, ((), ()))
+        where = f"; what led to it is in {paths[0].name}" if paths else ""
+        if not loop.writes_nothing and not _folders(loop):
+            where = f"; what led to it is in the next checkpoint alone, as no file of it is written to {_logs(loop)[0]}"
+        self._report(f"{self.began.text}{where}")
 
     def _write(
         self,
-        trainer: Trainer,
+        loop: Loop,
         step: int,
         reasons: Sequence[str],
         rule: SaturationRule,
@@ -275,7 +284,8 @@ class FlightRecorder:
     ) -> None:
         """Write what is kept, in place of what was written at the same step."""
         new = step not in self._files
-        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+        folders = _folders(loop)
+        if not folders or not loop.is_global_zero or loop.writes_nothing:
             return
         if new and set(reasons) == {_EVENT} and len(self._files) >= MOST_FOR_EVENTS:
             return
@@ -302,7 +312,8 @@ class FlightRecorder:
                     tables={name: table.numpy() for name, table in self.memory.tables().items()},
                 )
             )
-            paths[:] = [write_flight(folder, text, step) for folder in _folders(trainer)]
+            name = flight_name(step, self._prefix)
+            paths[:] = [write_flight(folder, text, name) for folder in folders]
 
 
 def _diagnosis(events: Sequence[SaturationEvent]) -> list[str]:
@@ -311,11 +322,15 @@ def _diagnosis(events: Sequence[SaturationEvent]) -> list[str]:
     return [line.removeprefix("  ") for line in listed(told, where=EVENTS_FILE)]
 
 
-def _folders(trainer: Trainer) -> list[Path]:
-    """Return where the loggers write, or where the trainer does."""
-    own = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
-    found = [folder for folder in own if isinstance(folder, str)] or [str(trainer.default_root_dir)]
-    return [Path(folder) for folder in dict.fromkeys(found) if "://" not in folder]
+def _logs(loop: Loop) -> list[str]:
+    """Return where the loggers write, or where the run does: folders and addresses."""
+    own = [getattr(logger, "log_dir", None) for logger in loop.loggers]
+    found = [folder for folder in own if isinstance(folder, str)] or [loop.root_directory]
+    return list(dict.fromkeys(found))
+
+
+def _folders(loop: Loop) -> list[Path]:
+    return [Path(folder) for folder in _logs(loop) if "://" not in folder]
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[Any]:

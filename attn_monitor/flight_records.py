@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FLIGHT_FILE = re.compile(r"attn_monitor_flight_(\d+)\.json")
+FLIGHT_FILE = re.compile(r"(?P<prefix>monitor\d+_)?attn_monitor_flight_(\d+)\.json")
 _FORMAT, _VERSION = "attn_monitor flight record", 1
 _ABOUT = (
     "Oldest observation first. null was not measured, in `tables` it may also be a head without a row to measure; "
@@ -109,19 +109,24 @@ class FlightRecord:
         return self.observations[len(self.observations) - rows :]
 
 
-def flight_name(step: int) -> str:
-    """Return the name of the file of a step."""
-    return f"attn_monitor_flight_{step}.json"
+def flight_name(step: int, prefix: str = "") -> str:
+    """Return the name of the file of a step; the prefix tells several monitors of one training apart."""
+    return f"{prefix}attn_monitor_flight_{step}.json"
 
 
-def write_flight(folder: Path, text: str, step: int) -> Path:
+def write_flight(folder: Path, text: str, name: str) -> Path:
     """Write a record as a whole or not at all, and return its path.
+
+    Args:
+        folder: Where to, made if it is not there.
+        text: The record.
+        name: See `flight_name`.
 
     Raises:
         OSError: If it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / flight_name(step)
+    path = folder / name
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")

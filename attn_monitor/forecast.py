@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_monitor.diagnosis import SLOWER
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 
@@ -22,6 +23,8 @@ _STEADY = 0.8
 """A trend whose later half grows slower than this fraction of the earlier one is levelling off."""
 _HORIZON = 0.25
 """How far ahead a forecast may look, in spans of the window: further out, growth is another by then."""
+_SOONEST = 1.5
+"""How far ahead a forecast must look, in observations: the next one would tell as much."""
 _NEAREST = 0.4
 """Of the limit: lower ratios could reach it within the horizon only by a jump."""
 INTERVAL = (0.8, 6.0)
@@ -32,7 +35,7 @@ _EXACT = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A healthy head that is on its way to its limit. `str(forecast)` says so.
+    """A healthy head that is on its way to its limit. `str(forecast)` says so, in two lines.
 
     Attributes:
         step: When the forecast was made.
@@ -43,6 +46,8 @@ class Forecast:
         expected: The step at which the head reaches the limit if it goes on like this.
         earliest: The lower end of the interval for that step.
         latest: Its upper end.
+        statistic: What the limit is set on, the rule's statistic or `"critical_ratio"`.
+        head_dim: D of query and key, `None` if unknown.
     """
 
     step: int
@@ -53,11 +58,20 @@ class Forecast:
     expected: int
     earliest: int
     latest: int
+    statistic: str = "logit_row_std"
+    head_dim: int | None = None
 
     def __str__(self) -> str:
+        return f"{self.line}\n  what helps before that: {SLOWER}"
+
+    @property
+    def line(self) -> str:
+        """What is foretold, in one line, without what helps."""
+        unit = "" if self.statistic == "critical_ratio" else f" x sqrt(d_k={self.head_dim})"
         return (
             f"step {self.step}: at its present growth head {self.head} of {self.layer} reaches the limit at about step "
-            f"{self.expected} ({self.earliest} to {self.latest}); its ratio is {self.ratio:.3g} of {self.threshold:g}"
+            f"{self.expected} ({self.earliest} to {self.latest}); its {self.statistic} is {self.ratio:.3g}{unit} now, "
+            f"the limit is {self.threshold:g}"
         )
 
 
@@ -68,7 +82,7 @@ class Forecaster:
     that slope from the last one meets the limit. Growth slows down more often than not, so the interval reaches much
     further up than down: two of three heads reach their limit within it. Nothing is said unless the slope over all 16
     is six standard errors from zero, the later half grows nearly as fast as the earlier one or faster, and the limit is
-    no further away than a quarter of the time looked back.
+    no further away than a quarter of the time looked back, and no nearer than one and a half observations.
 
     Args:
         rule: Gives ratio and limit.
@@ -90,7 +104,7 @@ class Forecaster:
                 past.clear()  # another model, or a run that starts again
             past.append((step, ratios.tolist()))
             del past[:-WINDOW]
-            found += self._of_layer(layer, rule.limit(stats))
+            found += self._of_layer(layer, rule.limit(stats), rule.measure(stats), stats.head_dim)
         return sorted(found, key=lambda forecast: forecast.expected)
 
     def forget(self, layers: Iterable[str] | None = None) -> None:
@@ -115,7 +129,7 @@ class Forecaster:
         told = {(str(layer), int(head)) for layer, head in state["told"]}
         self._seen, self._told = seen, told
 
-    def _of_layer(self, layer: str, limit: float) -> list[Forecast]:
+    def _of_layer(self, layer: str, limit: float, statistic: str, head_dim: int | None) -> list[Forecast]:
         past = self._seen[layer]
         if len(past) < _LEAST or not any(_NEAREST * limit < ratio < limit for ratio in past[-1][1]):
             return []
@@ -131,6 +145,7 @@ class Forecaster:
             & (later.slope >= _STEADY * earlier.slope)
             & (ratios[-1] < limit)
             & (ahead <= _HORIZON * (now - steps[0]))
+            & (ahead >= _SOONEST * (now - steps[-2]))
         )
         forecasts = []
         for head in clear.nonzero().flatten().tolist():
@@ -147,6 +162,8 @@ class Forecaster:
                     expected=round(float(now + ahead[head])),
                     earliest=math.floor(float(now + INTERVAL[0] * ahead[head]) + _EXACT),
                     latest=math.ceil(float(now + INTERVAL[1] * ahead[head]) - _EXACT),
+                    statistic=statistic,
+                    head_dim=head_dim,
                 )
             )
         return forecasts

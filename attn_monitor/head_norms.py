@@ -45,14 +45,23 @@ def block_features(features: int, depth: int, stride: int) -> list[slice]:
     return [slice(start, start + span - stride + 1, stride) for start in starts]
 
 
+def head_norms(tensor_BHTD: Tensor) -> Tensor:
+    """Return the lengths of the vectors of some tokens, taken sample by sample, [N, H]."""
+    batch, _, tokens, _ = tensor_BHTD.shape
+    chosen = torch.arange(batch * tokens, device=tensor_BHTD.device)[sampled_tokens(batch * tokens)]
+    vectors_NHD = tensor_BHTD.detach()[chosen // tokens, :, chosen % tokens].float()
+    norms: Tensor = torch.linalg.vector_norm(vectors_NHD, dim=-1)
+    return norms
+
+
 def block_norms(out_NF: Tensor, depth: int, stride: int) -> Tensor:
     """Return the length of every block of every token, [N, M]."""
     norms: Tensor = torch.linalg.vector_norm(out_NF.unflatten(-1, (-1, depth, stride)), dim=-2)
     return norms.flatten(1)
 
 
-def mismatch(norms_NH: Tensor, norms_NM: Tensor) -> Tensor:
-    """Return how far the lengths of each head are from a multiple of those of each block, [H, M].
+def mismatch(norms_NH: Tensor, norms_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far the lengths of each head are from a multiple of those of each block, and that multiple, [H, M].
 
     The largest difference over all tokens to the best multiple, relative to the mean length: 0 for a block times a
     constant, inf where nothing can be said.
@@ -61,7 +70,7 @@ def mismatch(norms_NH: Tensor, norms_NM: Tensor) -> Tensor:
     factors_HM = products / norms_NM.square().sum(0)
     difference = norms_NH[:, :, None] - factors_HM * norms_NM[:, None, :]
     errors = difference.abs().amax(0) / norms_NH.square().mean(0).sqrt()[:, None]
-    return torch.nan_to_num(errors, nan=torch.inf, posinf=torch.inf)
+    return torch.nan_to_num(errors, nan=torch.inf, posinf=torch.inf), factors_HM
 
 
 def variation(norms_NH: Tensor) -> Tensor:

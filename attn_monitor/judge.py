@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_monitor.audit import UniformWatch, scale_findings
+from attn_monitor.audit import UniformWatch, override_findings, scale_findings
 from attn_monitor.catalog import FACTORS
 from attn_monitor.forecast import Forecast, Forecaster
 from attn_monitor.records import AttentionStatistics
@@ -30,12 +30,14 @@ class Judgement:
         findings: What is to be said about the model as a whole.
         forecasts: Heads on their way to their limits, the soonest first; each head once.
         near: Whether a head is near its limit or above it.
+        broken: Whether a head has logits that are nan or inf.
     """
 
     changes: Changes = field(default_factory=Changes)
     findings: list[str] = field(default_factory=list)
     forecasts: list[Forecast] = field(default_factory=list)
     near: bool = False
+    broken: bool = False
 
 
 class Judge:
@@ -58,12 +60,14 @@ class Judge:
     def take(self, step: int, statistics: Mapping[str, AttentionStatistics]) -> Judgement:
         """Take in one record."""
         new = {layer: stats for layer, stats in statistics.items() if layer not in self._audited}
+        overrides = [] if self._audited else override_findings(list(new), self.rule) if new else []
         self._audited.update(new)
         return Judgement(
             changes=self.tracker.update(step, statistics),
-            findings=[*scale_findings(new, self.rule), *self._uniform.update(step, statistics)],
+            findings=[*overrides, *scale_findings(new, self.rule), *self._uniform.update(step, statistics)],
             forecasts=self._forecaster.update(step, statistics),
             near=self.is_near(statistics),
+            broken=any(bool(stats.nonfinite.any()) for stats in statistics.values()),
         )
 
     def is_near(self, statistics: Mapping[str, AttentionStatistics]) -> bool:

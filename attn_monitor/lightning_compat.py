@@ -9,9 +9,14 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed as dist
+
+from attn_monitor.ranks import RankReduction
+
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
@@ -73,6 +78,12 @@ def loss_factor(trainer: Trainer, pl_module: LightningModule) -> float:
     return scale / trainer.accumulate_grad_batches if pl_module.automatic_optimization else scale
 
 
+def still_scaled(trainer: Trainer, optimizer: Any) -> bool:
+    """Tell whether gradients still carry the factor of a `GradScaler`: such an optimizer divides by it in its step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def callback_metrics(trainer: Trainer) -> dict[str, Tensor]:
     """Return the live dictionary behind `trainer.callback_metrics`.
 
@@ -95,8 +106,23 @@ def any_rank(trainer: Trainer, flag: bool) -> bool:
     return bool(trainer.strategy.reduce_boolean_decision(flag, all=False)) if trainer.world_size > 1 else flag
 
 
+def rank_reduction(trainer: Trainer) -> RankReduction | None:
+    """Return what pools the records of the trainer's processes; `None` on a single one, or without `torch.distributed`.
+
+    Under tensor parallelism several ranks see the same batches.
+    """
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return None
+    mesh: DeviceMesh | None = getattr(trainer.strategy, "_device_mesh", None)
+    parallel = mesh is not None and "tensor_parallel" in (mesh.mesh_dim_names or ())
+    return RankReduction(duplicate=mesh is not None and parallel and mesh["tensor_parallel"].get_local_rank() > 0)
+
+
 def run_directory(trainer: Trainer) -> str:
-    """Return the folder of the run, the same on every rank: that of the first logger, or the trainer's root."""
+    """Return the folder of the run, the same on every rank: that of the first logger, or the trainer's root.
+
+    Every rank has to ask: `trainer.log_dir` is a broadcast.
+    """
     return trainer.log_dir or trainer.default_root_dir
 
 

@@ -12,6 +12,30 @@ from attn_monitor.head_norms import sampled_tokens
 
 _LINEAR = 0.05
 """How far an output may be from weight times input, relative: half precision rounds; what is no product is off by 1."""
+_FULL_LINEAR = 0.02
+"""The same for the part of a single head in float32, where matrix products round to 10 bits at worst."""
+_REACH = 8
+"""How many operations lie between a weight and the output of its map at most."""
+_PLAIN = (
+    "Addmm",
+    "Mm",
+    "Bmm",
+    "Linear",
+    "MkldnnLinear",
+    "Add",
+    "T",
+    "Transpose",
+    "Permute",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Expand",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+)
+"""What a weight may go through on its way into the product, as autograd names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +68,10 @@ class Slice:
             views.append(self._parameter(self.bias)[entries])
         return views
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the weight and the bias."""
+        return [self._parameter(name) for name in (self.weight, self.bias) if name is not None]
+
     def _parameter(self, name: str) -> nn.Parameter:
         parameter = self.module._parameters[name]
         assert parameter is not None, "refused before"
@@ -52,7 +80,7 @@ class Slice:
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """What a module put out in the last forward pass.
+    """What a module put out in one call.
 
     Attributes:
         module: The module.
@@ -61,8 +89,11 @@ class Output:
         bias: The name of the bias that was added.
         start: The first output feature, as an index into the weight.
         bias_start: The same for the bias.
-        errors: How far the output is from weight times input, by the dimension of the weight that is that of the
-            output: both may fit the shapes. Tensors, so that nothing waits for the device.
+        errors: The squared distance from weight times input, and the square of the output, of each feature, by the
+            dimension of the weight that is that of the output: both may fit the shapes. Tensors, so that nothing waits
+            for the device.
+        computed: Whether the weight takes part only by way of something computed from it.
+        call: Which call of the module it was, in the step in which it is looked at.
         features: How many output features there are.
     """
 
@@ -72,7 +103,9 @@ class Output:
     bias: str | None = None
     start: int = 0
     bias_start: int = 0
-    errors: dict[int, Tensor] = field(default_factory=dict)
+    errors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    computed: bool = False
+    call: int = 0
     features: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,10 +115,33 @@ class Output:
         """Let go of what was put out."""
         self.tensor = self.tensor.new_empty(0)
 
+    def rows(self, tokens: int, split: tuple[int, ...]) -> Tensor | None:
+        """Return some tokens of the output, [N, features], or `None` where it is not of these tokens.
+
+        Args:
+            tokens: How many there are.
+            split: The shape [B, heads, tokens, D] of an output whose heads were split and moved to the front already.
+        """
+        tensor = self.tensor.transpose(1, 2) if tuple(self.tensor.shape) == split else self.tensor
+        if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.numel() % tokens:
+            return None
+        rows = tensor.reshape(tokens, -1)
+        return rows[sampled_tokens(tokens)] if rows.shape[1] % tensor.shape[-1] == 0 else None
+
     def dim(self) -> int | None:
         """Return which dimension of the weight is that of the output, `None` if this is no linear map."""
-        errors = {dim: float(error) for dim, error in self.errors.items()}
+        self.errors = {dim: (off.cpu(), square.cpu()) for dim, (off, square) in self.errors.items()}
+        errors = {dim: _relative(*parts) for dim, parts in self.errors.items()}
         return next((dim for dim, error in errors.items() if error < _LINEAR), None)
+
+    def is_exact(self, dim: int, features: slice) -> bool:
+        """Tell whether some features are weight times input each for itself, as far as the precision lets tell."""
+        off, square = self.errors[dim]
+        if off.dim() == 0:
+            return True
+        chosen = torch.arange(features.start, features.stop, features.step or 1) % self.features
+        limit = _FULL_LINEAR if self.tensor.dtype in (torch.float32, torch.float64) else _LINEAR
+        return _relative(off[chosen], square[chosen]) < limit
 
     def slice(self, dim: int, features: slice) -> Slice:
         """Return the part of the weight that makes some features."""
@@ -93,6 +149,34 @@ class Output:
         start = self.start + features.start % self.features  # one map may run over each head in turn
         where = (start, start + features.stop - features.start, features.step)
         return Slice(self.module, self.weight, self.bias, dim, where, self.bias_start - self.start)
+
+
+@dataclass(slots=True, eq=False)
+class PackedOutput(Output):
+    """What a projection of `nn.MultiheadAttention` makes of its input, `tensor`: it is no module of its own.
+
+    Attributes:
+        matrix: The weight of this projection.
+        offset: Its bias.
+    """
+
+    matrix: Tensor = field(kw_only=True)
+    offset: Tensor | None = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.features = len(self.matrix)
+
+    def forget(self) -> None:
+        """Let go of the input and of what may be a copy of the weight."""
+        self.tensor = self.tensor.new_empty(0)
+        self.matrix, self.offset = self.tensor, None
+
+    def rows(self, tokens: int, split: tuple[int, ...]) -> Tensor | None:
+        """Return what it makes of some tokens."""
+        if self.tensor.numel() != tokens * self.tensor.shape[-1]:
+            return None
+        chosen = self.tensor.reshape(tokens, -1)[sampled_tokens(tokens)]
+        return nn.functional.linear(chosen, self.matrix, self.offset)
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -118,8 +202,8 @@ def is_adapter(module: nn.Module) -> bool:
 
 def own_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Output]:
     """Return what a module put out, and how far that is from its weight times its input."""
-    tensor = (output[0] if isinstance(output, (tuple, list)) else output).detach()
-    found = Output(module, tensor)
+    tensor = output[0] if isinstance(output, (tuple, list)) else output
+    found = Output(module, tensor.detach())
     given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if (
@@ -131,6 +215,7 @@ def own_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     ):
         return [found]
     found.weight, found.bias = "weight", "bias" if isinstance(bias, Tensor) else None
+    found.computed = _is_computed(tensor, weight)
     chosen = sampled_tokens(tensor.numel() // tensor.shape[-1])
     x, out = (part.detach().flatten(0, -2)[chosen].float() for part in (given, tensor))
     if isinstance(bias, Tensor):
@@ -140,15 +225,15 @@ def own_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with torch.autocast(out.device.type, enabled=False):
         for dim, side in {0: matrix.T, 1: matrix}.items():
             if side.shape == (x.shape[-1], out.shape[-1]):
-                found.errors[dim] = (out - x @ side).norm() / out.norm()
+                found.errors[dim] = (out - x @ side).square().sum(0), out.square().sum(0)
     return [found]
 
 
 def packed_outputs(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Output]:
-    """Return what the projections of `nn.MultiheadAttention` make of its inputs; they are no modules of their own."""
+    """Return what the projections of `nn.MultiheadAttention` get and what they would make of it."""
     inputs = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
     first = next(iter(inputs.values()))  # for a subclass that takes one input; whether it is right the numbers tell
-    found = []
+    found: list[Output] = []
     for number, side in enumerate(("query", "key", "value")):
         start = number * module.embed_dim
         packed = module._parameters["in_proj_weight"] is not None
@@ -157,16 +242,46 @@ def packed_outputs(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs:
         weight = getattr(module, name)[rows] if packed else getattr(module, name)
         biases = module._parameters["in_proj_bias"]
         bias = None if biases is None else biases[rows]
-        tensor = nn.functional.linear(inputs.get(side, first), weight, bias).detach()
+        nothing = weight.new_zeros(())
         found.append(
-            Output(
+            PackedOutput(
                 module,
-                tensor,
+                inputs.get(side, first).detach(),
                 weight=name,
                 bias=None if bias is None else "in_proj_bias",
                 start=start if packed else 0,
                 bias_start=start,
-                errors={0: tensor.new_zeros(())},
+                errors={0: (nothing, nothing + 1)},
+                matrix=weight.detach(),
+                offset=None if bias is None else bias.detach(),
             )
         )
     return found
+
+
+def _relative(off: Tensor, square: Tensor) -> float:
+    return float((off.sum() / square.sum()).sqrt())
+
+
+def _is_computed(output: Tensor, weight: Tensor) -> bool:
+    """Tell whether autograd has a way from an output to a weight, and none that is a plain product."""
+    ways = [(output.grad_fn, True)]
+    plain = computed = False
+    for _ in range(_REACH):
+        ways = [
+            (node, direct and _is_plain(before))
+            for before, direct in ways
+            if before is not None
+            for node, _ in before.next_functions
+            if node is not None
+        ]
+        for node, direct in ways:
+            if getattr(node, "variable", None) is weight:
+                plain |= direct
+                computed |= not direct
+    return computed and not plain
+
+
+def _is_plain(node: Any) -> bool:
+    name = str(node.name())
+    return name.partition("Backward")[0] in _PLAIN

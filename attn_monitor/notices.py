@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
-from attn_monitor.events import AttentionWarning, SaturationEvent, listed
+from attn_monitor.events import (
+    LISTED_ALOUD,
+    AttentionWarning,
+    SaturationEvent,
+    Topic,
+    by_topic,
+    heading,
+    listed,
+    worst_first,
+)
+from attn_monitor.forecast import Forecast
+
+_News = TypeVar("_News")
 
 
 @contextmanager
@@ -19,12 +33,19 @@ def surviving(report: Callable[[str], None], doing: str) -> Iterator[None]:
 
 
 class Notices:
-    """Texts that wait to be said, and the memory of those that were."""
+    """Texts that wait to be said, and the memory of those that were.
+
+    Nothing is said twice. Of events and forecasts the first of a topic are told in full, and further ones in a line
+    each time their number has doubled: a model has thousands of heads, and one cause often takes most of them.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[str] = []
         self._said: set[str] = set()
         self._layers: set[tuple[str, str]] = set()
+        self._events: dict[Topic, _Doubling[SaturationEvent]] = {}
+        self._remedies: set[tuple[Topic, str]] = set()
+        self._forecasts: _Doubling[Forecast] = _Doubling()
 
     def add(self, text: str) -> None:
         """Have something to say."""
@@ -37,24 +58,91 @@ class Notices:
         if new:
             self.add(f"{start}: {', '.join(f'{layer} ({text})' for layer, text in new.items())}")
 
+    def add_events(self, events: Sequence[SaturationEvent], start: str = "") -> None:
+        """Have something to say about events.
+
+        Args:
+            events: Those that are new or became critical at one step.
+            start: What follows from them, if anything; then they are told in full whatever was told before.
+        """
+        for topic, found in by_topic(events).items():
+            counted = self._events.setdefault(topic, _Doubling())
+            first = not counted.total
+            news = counted.take(found, start != "")
+            if first or start:
+                self.add("\n".join([f"{start}{heading(topic, len(news))}:", *listed(news, most=LISTED_ALOUD)]))
+            elif news:
+                self.add(self._further(topic, news, counted))
+            self._remedies.update((topic, event.remedy) for event in worst_first(news)[:LISTED_ALOUD])
+            start = ""
+
+    def add_forecasts(self, forecasts: Sequence[Forecast]) -> None:
+        """Have something to say about heads on their way to the limit."""
+        first = not self._forecasts.total
+        news = self._forecasts.take(forecasts)
+        soonest = sorted(news, key=lambda forecast: forecast.expected)
+        if first and news:
+            self.add("\n".join(map(str, soonest[:LISTED_ALOUD])) + _rest(len(news) - LISTED_ALOUD))
+        elif news:
+            self.add(f"{soonest[0].line}{_rest(len(news) - 1)}")
+
     def say(self, aloud: bool) -> None:
         """Warn of everything that waits and was not said before; drop it if not `aloud`."""
         waiting, self._waiting = self._waiting, []
         for text in waiting:
-            if text not in self._said:
-                self._said.add(text)
+            if (said := _without_details(text)) not in self._said:
+                self._said.add(said)
                 if aloud:
                     # Without a place: a line of this package would tell the user nothing.
-                    message = AttentionWarning(f"AttentionMonitor: {text}")
+                    message = AttentionWarning(text)
                     warnings.warn_explicit(message, AttentionWarning, filename="attn_monitor", lineno=1)
 
     def forget_said(self) -> None:
         """Start a run in which everything may be said again."""
-        self._said.clear()
-        self._layers.clear()
+        for memory in (self._said, self._layers, self._events, self._remedies):
+            memory.clear()
+        self._forecasts = _Doubling()
+
+    def _further(self, topic: Topic, news: Sequence[SaturationEvent], counted: _Doubling[SaturationEvent]) -> str:
+        """Return a line of events that came after the first; another if the worst of them needs something else."""
+        worst = worst_first(news)[0]
+        heads = len({(event.layer, event.head) for event in news})
+        which = "at" if len(news) == 1 else "the worst at"
+        text = f"{heading(topic, heads, more=True)} ({counted.total} events so far), {which} step {worst.latest}: "
+        known = (topic, worst.remedy) in self._remedies
+        return text + worst.finding + ("" if known or not worst.explanation else f"\n  {worst.explanation}")
 
 
-def event_lines(start: str, events: Sequence[SaturationEvent], what: str) -> list[str]:
-    """Return the lines of a warning of events, the worst heads first."""
-    noun = "head is" if len(events) == 1 else "heads are"
-    return [f"{start}{len(events)} {noun} {what}:", *listed(events)] if events else []
+class _Doubling(Generic[_News]):
+    """Keeps news back until there are as many as all that were told before.
+
+    Attributes:
+        total: How many there were so far.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._told = 0
+        self._waiting: list[_News] = []
+
+    def take(self, news: Sequence[_News], now: bool = False) -> list[_News]:
+        """Take in news, and return what is to be told `now`, or since their number has doubled."""
+        self.total += len(news)
+        self._waiting += news
+        if not now and self.total < 2 * self._told:
+            return []
+        self._told = self.total
+        told, self._waiting = self._waiting, []
+        return told
+
+
+def _rest(heads: int) -> str:
+    if heads <= 0:
+        return ""
+    return f"\n  and {heads} more {'head is' if heads == 1 else 'heads are'} on the way to the limit"
+
+
+def _without_details(text: str) -> str:
+    """Return what a text is about: an error that comes back at other steps, or in other words, is the same."""
+    failure = re.match(r".*? failed[^:]*: \w+", text)
+    return re.sub(r"\d+", "#", failure[0]) if failure else text

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from attn_monitor.probe import AttentionProbe
+from attn_monitor.ranks import RankReduction
 from attn_monitor.records import AttentionStatistics
 
 
@@ -16,8 +17,9 @@ class Observer:
 
     Args:
         probe: Lives as long as the observer, so that it remembers what it discovered.
-        method: The method of the module that runs a batch.
+        method: The method of the module that runs a batch; empty where the module itself is called.
         report: Takes what went wrong, in words.
+        ranks: Pools what all processes saw, `None` on a single one.
 
     Attributes:
         probe: The probe.
@@ -27,21 +29,24 @@ class Observer:
         notes: What to know about the last record.
     """
 
-    def __init__(self, probe: AttentionProbe, method: str, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, probe: AttentionProbe, method: str, report: Callable[[str], None], ranks: RankReduction | None = None
+    ) -> None:
         self.probe = probe
+        self.ranks = ranks
         self.pooling = False
         self.records = 0
         self.skipped: Mapping[str, str] = {}
         self.notes: Mapping[str, str] = {}
         self._method = method
         self._report = report
-        self._lost = False
+        self._failure = ""
 
     def begin(self) -> None:
         """Observe from here on."""
         self.pooling = True
         with self._surviving("attaching to the model"):
-            self.probe.attach(methods=(self._method,))
+            self.probe.attach(methods=(self._method,) if self._method else ())
 
     def end(self) -> None:
         """Remove everything from the model, keep what was seen. Harmless at any time."""
@@ -49,16 +54,22 @@ class Observer:
             self.probe.detach()
 
     def collect(self, losses: int = 1) -> Mapping[str, AttentionStatistics] | None:
-        """Return the pooled statistics and start afresh; `None` after an error.
+        """Return the pooled statistics and start afresh; `None` after an error, of any process.
+
+        With several processes all of them have to ask for the same records.
 
         Args:
-            losses: Over how many losses the optimizer step takes the mean.
+            losses: Over how many losses of this process the optimizer step takes the mean.
         """
         statistics: Mapping[str, AttentionStatistics] = {}
+        failure = self._failure
         with self._surviving("computing the statistics"), torch.inference_mode(False):
-            statistics = self.probe.compute(losses=losses)
+            if self.ranks is None:
+                statistics = self.probe.compute(losses=losses)
+            else:
+                statistics = self.probe.compute_with(self.ranks, losses, failure)
             self.skipped, self.notes = dict(self.probe.skipped), dict(self.probe.notes)
-        lost = self._lost
+        lost = bool(self._failure)
         self.discard()
         self.records += not lost
         return None if lost else statistics
@@ -69,12 +80,13 @@ class Observer:
         self.end()
         with self._surviving("resetting"):
             self.probe.reset()
-        self._lost = False
+        self._failure = ""
 
     @contextmanager
     def _surviving(self, doing: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._lost = True
-            self._report(f"{doing} failed, this record is lost: {type(error).__name__}: {error}")
+            told = f"{type(error).__name__}: {error}"
+            self._failure = self._failure or f"{doing} failed: {told}"
+            self._report(f"{doing} failed, this record is lost: {told}")

@@ -57,6 +57,10 @@ class Placement:
         self._running, self._names, self._selected, self._root = running, names, selected, root
         self._explored = explored
 
+    def running(self) -> list[nn.Module]:
+        """Return the running modules, outermost first."""
+        return self._running()
+
     def owner(self) -> tuple[str, nn.Module | None]:
         """Return the module an attention seen now belongs to, and what it is shown as."""
         modules = self._running()

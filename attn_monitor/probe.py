@@ -24,6 +24,7 @@ from attn_monitor.catalog import resolve_statistics
 from attn_monitor.collector import Collector
 from attn_monitor.looks import GradScale
 from attn_monitor.metric import AttentionMetric
+from attn_monitor.ranks import RankReduction, Record, Seen
 from attn_monitor.records import AttentionCall, AttentionStatistics
 from attn_monitor.settings import check_flag, check_max_queries
 
@@ -134,6 +135,7 @@ class AttentionProbe:
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
         self._unseen: dict[str, str] = {}
+        self._of_all_ranks: Record | None = None
         self._attached = False
         self._idle = False
 
@@ -156,12 +158,14 @@ class AttentionProbe:
     @property
     def skipped(self) -> Mapping[str, str]:
         """Attention that is not measured, with the reason."""
-        return {**self._refused, **self._unseen, **self._collector.skipped}
+        of_all = self._of_all_ranks.skipped if self._of_all_ranks is not None else {}
+        return {**of_all, **self._own_skipped()}
 
     @property
     def notes(self) -> Mapping[str, str]:
         """What to know about the numbers of a record."""
-        return {**({self._root_name(): NOTHING_CALLED} if self._idle else {}), **self._collector.notes}
+        of_all = self._of_all_ranks.notes if self._of_all_ranks is not None else {}
+        return {**of_all, **({self._root_name(): NOTHING_CALLED} if self._idle else {}), **self._collector.notes}
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -177,8 +181,12 @@ class AttentionProbe:
         """Return the module a record belongs to; `None` for what the user showed."""
         return self._placement.owners.get(record.partition("@")[0].partition("#")[0])
 
-    def show_calls(self, to: Callable[[str, AttentionCall], None] | None) -> None:
-        """Have every call shown with its record, in the forward pass; `None` ends that. `to` must not raise."""
+    def show_calls(self, to: Callable[[str | None, AttentionCall], None] | None) -> None:
+        """Have every call shown with its record, in the forward pass; `None` ends that.
+
+        Args:
+            to: Takes the name of the record, `None` for a call that gets none, and the call. Must not raise.
+        """
         self._collector.on_call = to
 
     def check_modules(self) -> None:
@@ -239,24 +247,67 @@ class AttentionProbe:
         if news and not self._placement.missed:  # else the next attachment discovers anew
             self._unseen = self._placement.silent_attention(self._called, self._refused)
 
-    def compute(self, losses: int = 1) -> Mapping[str, AttentionStatistics]:
+    def compute(self, losses: int = 1, ranks: RankReduction | None = None) -> Mapping[str, AttentionStatistics]:
         """Return the statistics of everything seen since the last reset, waiting for the device once.
 
         Args:
-            losses: Over how many losses the mean is taken whose gradients were collected (micro-batches times ranks).
+            losses: Over how many losses the mean is taken whose gradients were collected: micro-batches, and without
+                `ranks` times ranks.
+            ranks: Pools what all processes saw; every one of them has to call this. `None` for what this one saw.
+
+        Raises:
+            RankError: With `ranks`, on every process, if one of them failed.
         """
+        if ranks is not None:
+            return self.compute_with(ranks, losses)
         self._collector.settle()
         metric = AttentionMetric(statistics=self._statistics)
         metric.update(self._collector.sums)
         return LayerStatistics(self._root_name(), metric.compute(losses=losses))
 
+    def compute_with(
+        self, ranks: RankReduction, losses: int = 1, failure: str = ""
+    ) -> Mapping[str, AttentionStatistics]:
+        """Do what `compute` does with `ranks`, where this process may have failed already.
+
+        Args:
+            ranks: Pools what all processes saw.
+            losses: Over how many losses of this process the mean is taken.
+            failure: What went wrong here, empty if nothing did. The others are told of it instead of waiting.
+
+        Raises:
+            RankError: On every process, if one of them failed.
+        """
+        seen = Seen(failure=failure)
+        self._collector.gathered = True
+        if not failure:
+            try:
+                self._collector.settle()
+                seen = Seen(
+                    sums=self._collector.sums,
+                    shards={name: (shard.count, shard.index) for name, shard in self._collector.head_shards.items()},
+                    skipped=self._own_skipped(),
+                    notes=self.notes,
+                    losses=losses,
+                )
+            except Exception as error:
+                seen = Seen(failure=f"{type(error).__name__}: {error}")
+        self._of_all_ranks = ranks.reduce(seen, self._statistics)
+        return LayerStatistics(self._root_name(), self._of_all_ranks.statistics)
+
     def reset(self) -> None:
         """Forget what was collected."""
+        self._of_all_ranks = None
         self._collector.reset()
 
+    def _own_skipped(self) -> dict[str, str]:
+        return {**self._refused, **self._unseen, **self._collector.skipped}
+
     def _root_name(self) -> str:
-        inner = getattr(self._model, "_orig_mod", self._model)
-        return type(inner).__name__
+        kind = type(getattr(self._model, "_orig_mod", self._model))
+        [first, *others] = kind.__bases__
+        # `fully_shard` puts a class of its own in front of the model's.
+        return others[0].__name__ if others and first.__name__ == "FSDPModule" else kind.__name__
 
 
 def _outermost(names: Collection[str], selected: frozenset[str] | None) -> list[str]:

@@ -1,26 +1,24 @@
-"""Where a record goes: `trainer.callback_metrics` and every logger. What fails is reported and never stops the rest."""
+"""Where a record goes: the metrics of the loop and every logger. What fails is reported and never stops the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from attn_monitor.dashboards.given import Given
 from attn_monitor.dashboards.other_loggers import append_events, log_pictures, log_scalars, takes_pictures
 from attn_monitor.dashboards.pictures import Picture, draw
 from attn_monitor.dashboards.scalars import scalars
 from attn_monitor.dashboards.tables import Rows, Snapshot, event_records
 from attn_monitor.dashboards.tensorboard import Dashboard
-from attn_monitor.lightning_compat import callback_metrics
+from attn_monitor.loop import Loop
 from attn_monitor.notices import surviving
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.tags import PICTURES
 from attn_monitor.tracking import Changes
-
-if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
 
 _ALL_OF_THE_FIRST = 16
 
@@ -62,6 +60,7 @@ class Publisher:
         self._rule = rule
         self._prefix = prefix
         self._report = report
+        self._given = Given(prefix)
         self._rows = Rows(heads)
         self._dashboard = Dashboard(chosen, rule, prefix, layout=layout)
         self._observations = 0
@@ -69,22 +68,27 @@ class Publisher:
 
     def publish(
         self,
-        trainer: Trainer,
+        loop: Loop,
         step: int,
         statistics: Mapping[str, AttentionStatistics],
         saturated: int,
         changes: Changes | None = None,
         more: Mapping[str, float] | None = None,
+        lost: Collection[str] | None = (),
     ) -> None:
         """Publish a record.
 
+        What a layer of it had in earlier records and has no more is published as nan, and so is everything of a layer
+        that is lost. What is known of layers that did not run stays as it is.
+
         Args:
-            trainer: Has the loggers; only the global rank 0 writes to them.
+            loop: Has the loggers; only the global rank 0 writes to them.
             step: The x value.
             statistics: The record.
             saturated: How many heads are saturated.
             changes: What the record changed.
             more: Other model-wide numbers, by tag.
+            lost: The layers that ran and could not be measured; `None` if the whole record was lost.
         """
         changes = Changes() if changes is None else changes
         changed = bool(changes.opened or changes.escalated or changes.ended)
@@ -92,21 +96,24 @@ class Publisher:
         with surviving(self._report, "making the scalars"):
             tags = scalars(statistics, self._chosen, self._rule, saturated, self._prefix)
             tags |= {f"{self._prefix}{tag}": value for tag, value in (more or {}).items()}
+            tags = self._given.completed(tags, statistics, lost)
+        tags = tags or self._given.completed({}, (), None)  # what we fail to make must not read as it did before
+        with surviving(self._report, "writing to callback_metrics"):
             values = torch.tensor(list(tags.values()), dtype=torch.float32, device="cpu")
-            callback_metrics(trainer).update(zip(tags, values.unbind(), strict=True))
-        if not trainer.is_global_zero:
+            loop.metrics.update(zip(tags, values.unbind(), strict=True))
+        if not loop.is_global_zero:
             return
         if changed:
             with surviving(self._report, "writing the file of events"):
-                append_events(trainer.loggers, event_records(step, changes))
+                append_events(loop.loggers, event_records(step, changes), self._prefix)
         self._observations += 1
         pictures: dict[str, Picture] = {}
         with surviving(self._report, "making the tables of heads"):
             snapshot = self._rows.take(step, statistics, self._rule)
             due = changed or picture_due(self._observations)
             if due:
-                pictures = self._drawn(trainer, snapshot)
-            if any(_is_tensorboard(logger) for logger in trainer.loggers):
+                pictures = self._drawn(loop, snapshot)
+            if any(_is_tensorboard(logger) for logger in loop.loggers):
                 self._tell(
                     self._dashboard.prepare(
                         snapshot,
@@ -114,19 +121,22 @@ class Publisher:
                         saturated_heads=saturated,
                         pictures=pictures if due else None,
                         curves=len(tags),
+                        lost=lost,
                     )
                 )
         experiments: list[object] = []
-        for logger in trainer.loggers:
-            with surviving(self._report, f"writing to {type(logger).__name__}"):
+        named = _named(loop.loggers)
+        for name, logger in named.items():
+            experiments.append(None)
+            with surviving(self._report, f"writing to {name}"):
                 if not self._written_at_once(logger, tags, step):
                     log_scalars(logger, tags, step)
-                experiments.append(getattr(logger, "experiment", None))
+                experiments[-1] = getattr(logger, "experiment", None)
         with surviving(self._report, "writing to TensorBoard"):
             self._tell(self._dashboard.send(experiments, tags))
-        self._log_pictures(trainer, pictures, step)
-        for logger in trainer.loggers if changed else ():
-            with surviving(self._report, f"flushing {type(logger).__name__}"):
+        self._log_pictures(loop, pictures, step)
+        for name, logger in named.items() if changed else ():
+            with surviving(self._report, f"flushing {name}"):
                 logger.save()  # the last points before a crash are the ones that matter
 
     def _written_at_once(self, logger: Any, tags: Mapping[str, float], step: int) -> bool:
@@ -139,9 +149,9 @@ class Publisher:
         for problem in problems:
             self._report(f"TensorBoard gets no more {problem}; scalars go on")
 
-    def _drawn(self, trainer: Trainer, snapshot: Snapshot) -> dict[str, Picture]:
+    def _drawn(self, loop: Loop, snapshot: Snapshot) -> dict[str, Picture]:
         """Draw the pictures, if anyone takes them; what cannot be drawn is given up."""
-        wanted = any(takes_pictures(logger) or _is_tensorboard(logger) for logger in trainer.loggers)
+        wanted = any(takes_pictures(logger) or _is_tensorboard(logger) for logger in loop.loggers)
         if not wanted or "drawing" in self._broken:
             return {}
         try:
@@ -152,19 +162,26 @@ class Publisher:
             self._tell([f"images ({type(error).__name__}: {error})"])
             return {}
 
-    def _log_pictures(self, trainer: Trainer, pictures: Mapping[str, Picture], step: int) -> None:
+    def _log_pictures(self, loop: Loop, pictures: Mapping[str, Picture], step: int) -> None:
         tagged = {f"{self._prefix}{PICTURES}/{name}": picture for name, picture in pictures.items()}
-        for index, logger in enumerate(trainer.loggers):
-            key = f"{index} {type(logger).__name__}"
-            if not tagged or not takes_pictures(logger) or key in self._broken:
+        for name, logger in _named(loop.loggers).items():
+            if not tagged or not takes_pictures(logger) or name in self._broken:
                 continue
             try:
                 log_pictures(logger, tagged, step)
             except Exception as error:
-                self._broken.add(key)
-                self._report(
-                    f"{type(logger).__name__} gets no more images ({type(error).__name__}: {error}); scalars go on"
-                )
+                self._broken.add(name)
+                self._report(f"{name} gets no more images ({type(error).__name__}: {error}); scalars go on")
+
+
+def _named(loggers: Sequence[Any]) -> dict[str, Any]:
+    """Return loggers by the name of their class, those of one class numbered from the second on."""
+    named: dict[str, Any] = {}
+    for logger in loggers:
+        name = type(logger).__name__
+        number = 1 + sum(type(other).__name__ == name for other in named.values())
+        named[name if number == 1 else f"{name} {number}"] = logger
+    return named
 
 
 def _is_tensorboard(logger: object) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from attn_monitor.clip_effect import NOT_FOLLOWED, Effects, head_lengths, largest_logits
+from attn_monitor.clip_records import Clipped, ClippedHead, first_clip, heads_by_reason
 from attn_monitor.head_weights import HeadWeights, weight_refusal
 from attn_monitor.linear_outputs import Slice
 from attn_monitor.probe import AttentionProbe
@@ -16,19 +18,14 @@ from attn_monitor.projections import ProjectionFinder
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.unseen import unseen
 
-_CLEAR = 0.9
-"""A factor from here on is too near 1 for the next logits to tell whether it had an effect."""
-_FAILURES = 3
-"""After this many clear clips of a head in a row without lasting effect the user is told."""
-_LOOKS = 2
-"""How many observations are to show the effect: a copy of the weights may come back with the optimizer's next step."""
+_STAY = 32
+"""For how many observations after the last head above tau the weights of a layer go on to be looked for."""
 _SAMPLED = "its largest logit is not known, since only a sample of rows is looked at; set max_queries=None"
 _ALONE = "several processes train this model, and nothing makes sure that they rescale alike"
 _UNALIKE = "its weights were not found alike on every process"
-_NO_EFFECT = (
-    "rescaled several times, and each time its logits were soon as large again: an optimizer with a copy of its own "
-    "may put the weights back, or they grow faster than they are looked at (every_n_steps=1 observes every step)"
-)
+_OTHER_HEADS = "it has other heads than the statistics tell of: they may be spread over processes"
+_DID_NOT_RUN = "it did not run on every process"
+_ELSEWHERE = "QK-Clip failed on another process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +44,11 @@ class QKClip:
 
     A head is refused with a reason where its weights cannot be found or rescaling them would be wrong: queries that are
     normalised after the projection (QK-norm, cosine attention), adapters (LoRA), weights that are frozen, quantised,
-    sharded, shared or computed. With an additive bias or a softcap only the part that is q.k shrinks.
+    sharded, computed, or shared with another layer, queries that serve other attention, and logits that did not follow
+    when it was rescaled before. With an additive bias or a softcap only the part that is q.k shrinks.
 
-    Nothing happens between observed steps, and the weights of a layer are looked for in the observed step after the one
-    in which a head of it first exceeded `tau`. Whoever relies on it observes every step: `every_n_steps=1`.
+    Nothing happens between observed steps, and the weights of a layer are looked for from the observed step on that
+    follows the one in which a head of it exceeded `tau`. Whoever relies on it observes every step: `every_n_steps=1`.
 
     Source: Kimi Team, Kimi K2: Open Agentic Intelligence (2025), arXiv 2507.20534.
 
@@ -92,52 +90,6 @@ class QKClip:
         return gamma**self.alpha, gamma ** (1 - self.alpha)
 
 
-@dataclass(frozen=True, slots=True)
-class ClippedHead:
-    """A head whose weights were rescaled.
-
-    Attributes:
-        layer: The layer.
-        head: The query head.
-        logit_max: Its largest logit before.
-        gamma: By what its logits are multiplied from now on.
-        queries_alone: Why W_q took the whole of gamma; empty where W_k took its part.
-    """
-
-    layer: str
-    head: int
-    logit_max: float
-    gamma: float
-    queries_alone: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Clipped:
-    """What one step of QK-Clip did.
-
-    Attributes:
-        heads: What was rescaled.
-        refused: Layers with a head that was not rescaled though it should have been, with the reason.
-        waiting: Layers with a head above tau whose weights are looked for in the next observed step.
-        notes: Layers in which rescaling has no lasting effect.
-    """
-
-    heads: tuple[ClippedHead, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    waiting: tuple[str, ...] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Effect:
-    """What is known of the effect of rescaling one head: the logit and the factor of the last clear clip."""
-
-    logit_max: float
-    gamma: float
-    looks: int = 0
-    failures: int = 0
-
-
 class Clipper:
     """Applies QK-Clip to one model that a probe watches.
 
@@ -171,17 +123,18 @@ class Clipper:
     def __init__(self, clip: QKClip, probe: AttentionProbe) -> None:
         self.clip = clip
         self._finder = ProjectionFinder(probe)
-        self._waiting: dict[str, None] = {}
-        self._weights: dict[str, list[HeadWeights | str]] = {}
+        self._watched: dict[str, int] = {}
         self._broken = ""
-        self._effects: dict[tuple[str, int], _Effect] = {}
+        self._effects = Effects()
+        self._left: set[str] = set()
+        self._first_told = False
 
     def begin(self, model: nn.Module) -> None:
-        """Look for the weights that are still to be found, until `end`; else do nothing."""
-        if not self._waiting:
+        """Look, until `end`, for the weights of the layers that have had a head above tau; else do nothing."""
+        if not self._watched or self._broken:
             return
         try:
-            self._finder.begin(model, self._waiting)
+            self._finder.begin(model, self._watched)
         except Exception as error:
             self.end()
             self._broken = _told(error)
@@ -195,134 +148,146 @@ class Clipper:
         model: nn.Module,
         statistics: Mapping[str, AttentionStatistics],
         agree: Callable[[bool], bool] | None = None,
+        step: int | None = None,
     ) -> Clipped:
         """Rescale the weights of the heads above tau. If there is none, nothing is changed.
 
         Args:
             model: The model.
             statistics: Those of the step the optimizer has just taken.
-            agree: Tells whether something holds on every process; to be given where there are several.
+            agree: Tells whether something holds on every process; to be given where there are several. It is asked in
+                the same order everywhere, and only if a head is above tau.
+            step: Its number, for the notice of the first clip.
 
         Returns:
             What was done, and what was not.
         """
         self.end()
-        largest = _largest(statistics)
+        largest = largest_logits(statistics)
+        above = {layer: self._above(values) for layer, values in largest.items()}
+        above = {layer: heads for layer, heads in above.items() if heads}
+        if agree is None and _processes() > 1:
+            return Clipped(refused=dict.fromkeys(above, _ALONE))
+        if agree is not None and above and not agree(not self._broken):
+            return Clipped(refused=dict.fromkeys(above, self._broken or _ELSEWHERE))
         if self._broken:
             return Clipped(refused=dict.fromkeys(largest, self._broken))
-        if agree is None and _processes() > 1:
-            return Clipped(refused={layer: _ALONE for layer, values in largest.items() if self._above(values)})
         try:
-            return self._apply(model, largest, agree)
+            return self._apply(model, statistics, largest, above, agree, step)
         except Exception as error:
             self._broken = _told(error)
             return Clipped(refused=dict.fromkeys(largest, self._broken))
+        finally:
+            self._finder.forget()
 
     def _apply(
-        self, model: nn.Module, largest: Mapping[str, Sequence[float]], agree: Callable[[bool], bool] | None
+        self,
+        model: nn.Module,
+        statistics: Mapping[str, AttentionStatistics],
+        largest: Mapping[str, Sequence[float]],
+        above: Mapping[str, Mapping[int, float]],
+        agree: Callable[[bool], bool] | None,
+        step: int | None,
     ) -> Clipped:
-        above = {layer: self._above(values) for layer, values in largest.items()}
-        above = {layer: heads for layer, heads in above.items() if heads}
-        notes = self._judge(largest)
-        self._settle(model, largest, agree)
+        entries, notes = self._entries(model, statistics, largest, above, several=agree is not None)
         clipped: list[ClippedHead] = []
         refused = {layer: _SAMPLED for layer, values in largest.items() if not values}
         factors: dict[Slice, float] = {}
-        for layer, heads in above.items():
-            if layer not in self._weights:
-                self._waiting[layer] = None
-                continue
-            done = self._plan(layer, heads, factors)
-            clipped += done
-            if rest := heads.keys() - {entry.head for entry in done}:
-                refused[layer] = self._reason(layer, rest)
+        lengths = head_lengths(statistics)
+        for layer, own in entries.items():
+            heads = own if agree is None else {head: _alike(entry, agree) for head, entry in own.items()}
+            for head, entry in heads.items():
+                if isinstance(entry, HeadWeights):
+                    done = self._plan(layer, head, above[layer][head], entry, factors)
+                    clipped.append(done)
+                    self._effects.expect(layer, head, done.logit_max, lengths[layer][head], entry.gains, done.factors)
+            if reasons := {head: entry for head, entry in heads.items() if isinstance(entry, str)}:
+                refused[layer] = heads_by_reason(reasons)
+                notes.update(self._left_alone(layer, reasons))
+        waiting = tuple(layer for layer in above if layer not in entries)
+        self._watch(above, largest)
         with unseen(), torch.no_grad():
             for part, factor in factors.items():
                 for view in part.views():
                     view.mul_(factor)
-        return Clipped(tuple(clipped), refused, tuple(layer for layer in above if layer in self._waiting), notes)
+        if clipped and not self._first_told:
+            self._first_told = True
+            notes = {**first_clip(clipped, self.clip.tau, step), **notes}
+        return Clipped(tuple(clipped), refused, waiting, notes)
+
+    def _entries(
+        self,
+        model: nn.Module,
+        statistics: Mapping[str, AttentionStatistics],
+        largest: Mapping[str, Sequence[float]],
+        above: Mapping[str, Mapping[int, float]],
+        several: bool,
+    ) -> tuple[dict[str, dict[int, HeadWeights | str]], dict[str, str]]:
+        """Return the weights of the heads above tau, or why they are left alone, and what to say.
+
+        Layers that were not looked at are not among them. It does not raise: other processes wait for the answer.
+        """
+        looked = [layer for layer in above if layer in self._watched]
+        try:
+            found = {layer: self._finder.weights(model, layer) for layer in looked}
+            weights = {
+                layer: _of_all_heads(entry, len(largest[layer]))
+                for layer, entry in found.items()
+                if entry is not None or several
+            }
+            notes = self._effects.judge(largest, head_lengths(statistics), weights)
+            entries = {
+                layer: {head: self._checked(layer, head, weights[layer]) for head in above[layer]} for layer in weights
+            }
+        except Exception as error:
+            self._broken = _told(error)
+            return {layer: dict.fromkeys(above[layer], self._broken) for layer in looked}, {}
+        return entries, notes
+
+    def _checked(self, layer: str, head: int, weights: Sequence[HeadWeights | str]) -> HeadWeights | str:
+        """Return the weights of a head if they may be rescaled as they are now."""
+        found = weights[head]
+        if isinstance(found, str):
+            return found
+        for part in (found.query, found.key):
+            if part is not None and (reason := weight_refusal(part)):
+                return reason
+        return self._effects.refused.get((layer, head), found)
+
+    def _watch(self, above: Collection[str], largest: Collection[str]) -> None:
+        """Go on to look for the weights of layers that have, or lately had, a head above tau."""
+        watched = {layer: left - (layer in largest) for layer, left in self._watched.items()}
+        watched.update(dict.fromkeys(above, _STAY))
+        self._watched = {layer: left for layer, left in watched.items() if left > 0}
 
     def _above(self, values: Sequence[float]) -> dict[int, float]:
         """Return the heads above tau. Logits that are inf or nan say nothing about how much is too much."""
         return {head: value for head, value in enumerate(values) if self.clip.tau < value < math.inf}
 
-    def _plan(self, layer: str, heads: Mapping[int, float], factors: dict[Slice, float]) -> list[ClippedHead]:
-        """Add the factors of the heads of a layer; where several ask for one weight the smallest counts."""
-        done = []
-        for head, logit_max in heads.items():
-            found = self._checked(layer, head)
-            if isinstance(found, str):
-                continue
-            gamma = self.clip.tau / logit_max
-            query_factor, key_factor = self.clip.factors(logit_max)
-            wanted = {found.query: gamma} if found.key is None else {found.query: query_factor, found.key: key_factor}
-            factors.update({part: min(factor, factors.get(part, 1.0)) for part, factor in wanted.items()})
-            done.append(ClippedHead(layer, head, logit_max, gamma, found.why))
-            if gamma < _CLEAR:
-                before = self._effects.get((layer, head))
-                self._effects[layer, head] = _Effect(logit_max, gamma, failures=before.failures if before else 0)
-        return done
+    def _plan(
+        self, layer: str, head: int, logit_max: float, found: HeadWeights, factors: dict[Slice, float]
+    ) -> ClippedHead:
+        """Add the factors of a head; where several ask for one weight the smallest counts."""
+        gamma = self.clip.tau / logit_max
+        query_factor, key_factor = (gamma, 1.0) if found.key is None else self.clip.factors(logit_max)
+        for part, factor in ((found.query, query_factor), (found.key, key_factor)):
+            if part is not None:
+                factors[part] = min(factor, factors.get(part, 1.0))
+        return ClippedHead(layer, head, logit_max, gamma, found.why, (query_factor, key_factor))
 
-    def _checked(self, layer: str, head: int) -> HeadWeights | str:
-        """Return the weights of a head if they may be rescaled as they are now."""
-        weights = self._weights[layer]
-        found = weights[head] if head < len(weights) else "it has another number of heads than before"
-        if isinstance(found, HeadWeights):
-            for part in (found.query, found.key):
-                if part is not None and (reason := weight_refusal(part)):
-                    return reason
+    def _left_alone(self, layer: str, reasons: Mapping[int, str]) -> dict[str, str]:
+        """Return what to say of heads that had no effect, in a layer of which another refusal was said before."""
+        before = layer in self._left
+        self._left.add(layer)
+        failed = [head for head, reason in reasons.items() if reason == NOT_FOLLOWED]
+        return {f"{layer} head {head}": NOT_FOLLOWED for head in failed if before}
+
+
+def _of_all_heads(found: list[HeadWeights | str] | str | None, heads: int) -> list[HeadWeights | str]:
+    """Return an entry for each head of a layer, whatever was found."""
+    if isinstance(found, list) and len(found) == heads:
         return found
-
-    def _reason(self, layer: str, heads: Collection[int]) -> str:
-        """Return why some heads of a layer are left alone."""
-        reasons: dict[str, list[int]] = {}
-        for head in sorted(heads):
-            reasons.setdefault(str(self._checked(layer, head)), []).append(head)
-        return "; ".join(f"head {', '.join(map(str, named))}: {reason}" for reason, named in reasons.items())
-
-    def _settle(
-        self, model: nn.Module, largest: Mapping[str, Sequence[float]], agree: Callable[[bool], bool] | None
-    ) -> None:
-        """Decide about the layers whose weights were looked for in this step."""
-        for layer in [layer for layer in self._waiting if layer in largest]:
-            found = self._finder.weights(model, layer)
-            if found is None and agree is None:
-                continue  # it is looked for again
-            if not isinstance(found, list):
-                found = [found or "it did not run on every process"] * len(largest[layer])
-            self._weights[layer] = found if agree is None else [_alike(entry, agree) for entry in found]
-            del self._waiting[layer]
-
-    def _judge(self, largest: Mapping[str, Sequence[float]]) -> dict[str, str]:
-        """Return the layers with a head whose logits did not stay smaller, several times in a row.
-
-        They go on to be rescaled: where the training is so fast that they grow again at once, to stop would let them
-        run away, and where something puts the weights back it does no harm.
-        """
-        notes = {}
-        for (layer, head), effect in self._effects.items():
-            if effect.looks >= _LOOKS or head >= len(largest.get(layer, ())):
-                continue
-            effect.looks += 1
-            if largest[layer][head] > effect.logit_max * math.sqrt(effect.gamma):  # half of the way, or less
-                effect.looks = _LOOKS
-                effect.failures += 1
-            elif effect.looks == _LOOKS:
-                effect.failures = 0
-            if effect.failures >= _FAILURES:
-                notes[layer] = f"head {head} was {_NO_EFFECT}"
-        return notes
-
-
-def _largest(statistics: Mapping[str, AttentionStatistics]) -> dict[str, list[float]]:
-    """Return the largest logit of each head by layer, over all calls of a module; an empty list if it is not known."""
-    found: dict[str, list[float]] = {}
-    for record, stats in statistics.items():
-        layer = record.partition("@")[0]
-        values = [] if stats.logit_max is None else stats.logit_max.tolist()
-        before = found.setdefault(layer, values)
-        found[layer] = [max(pair) for pair in zip(before, values, strict=False)]
-    return found
+    return [_OTHER_HEADS if isinstance(found, list) else found or _DID_NOT_RUN] * heads
 
 
 def _processes() -> int:
@@ -343,4 +308,4 @@ def _alike(entry: HeadWeights | str, agree: Callable[[bool], bool]) -> HeadWeigh
         return entry
     if not known:
         return _UNALIKE
-    return entry if with_key else HeadWeights(entry.query, None, entry.why or _UNALIKE)
+    return entry if with_key else replace(entry, key=None, why=entry.why or _UNALIKE)

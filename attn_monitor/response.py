@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from attn_monitor.events import AttentionSaturationError, SaturationEvent
 from attn_monitor.judge import Judgement
-from attn_monitor.lightning_compat import any_rank, run_directory, stopping_waits
-from attn_monitor.notices import Notices, event_lines
-
-if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+from attn_monitor.loop import Loop
+from attn_monitor.notices import Notices
 
 EventHandler = Callable[[Any, Any, Sequence[SaturationEvent]], None]
-"""Called with the trainer, the module and the events."""
+"""Called with the trainer, the model and the events."""
 Action = Literal["warn", "stop", "raise"] | EventHandler
 
 
@@ -32,9 +29,13 @@ class Responder:
         self._save = save_checkpoint
         self._notices = notices
         self._saved: set[str] = set()
+        self._latest = ""
+        self._refused = False
 
-    def respond(self, trainer: Trainer, pl_module: LightningModule, judgement: Judgement, step: int) -> None:
+    def respond(self, loop: Loop, model: Any, judgement: Judgement, step: int) -> None:
         """Warn of what is new and act on it.
+
+        The user's function comes last: what it raises is the user's, reaches the user, and costs nothing of the record.
 
         Raises:
             AttentionSaturationError: If an event became critical and the action is to raise.
@@ -43,42 +44,47 @@ class Responder:
         affected = [*changes.opened, *changes.escalated]
         critical = [event for event in affected if event.severity == "critical"]
         if self._save:
-            self._save_checkpoints(trainer, bool(affected), bool(critical), step)
-        acting = self._action in ("stop", "raise") and any_rank(trainer, bool(critical))
+            self._save_checkpoints(loop, judgement, bool(affected), bool(critical), step)
+        acting = self._action in ("stop", "raise") and loop.any_rank(bool(critical))
         raising = acting and self._action == "raise"
-        stopping = acting and self._action == "stop" and not trainer.should_stop
+        stopping = acting and self._action == "stop" and not loop.should_stop
         for text in judgement.findings:
             self._notices.add(text)
-        self._tell([str(forecast) for forecast in judgement.forecasts])
-        told = critical if raising or stopping else []
-        self._tell(event_lines("", [event for event in changes.opened if event not in told], "newly saturated"))
-        if not (raising or stopping):
-            self._tell(event_lines("", changes.escalated, "now critical"))
+        self._notices.add_forecasts(judgement.forecasts)
+        acting_on = critical if raising or stopping else []
+        self._notices.add_events([event for event in affected if event not in acting_on])
         if stopping:
-            trainer.should_stop = True
-            waits = stopping_waits(trainer)
+            waits = loop.stop()
             start = f"training stops{f' as soon as {waits} allow it' if waits else ''}, "
-            elsewhere = [f"{start}attention is critical on another process, whose events are there"]
-            self._tell(event_lines(start, critical, "critical") or elsewhere)
-        self._notices.say(trainer.is_global_zero)
+            self._notices.add_events(critical, start)
+            if not critical:
+                self._notices.add(f"{start}attention is critical on another process, whose events are there")
+        self._notices.say(loop.is_global_zero)
         if raising:
             raise AttentionSaturationError(critical)
         if callable(self._action) and affected:
-            self._action(trainer, pl_module, affected)
+            loop.call(self._action, model, affected)
 
-    def _tell(self, lines: list[str]) -> None:
-        if lines:
-            self._notices.add("\n".join(lines))
+    def _save_checkpoints(self, loop: Loop, judgement: Judgement, flagged: bool, critical: bool, step: int) -> None:
+        """Save the training as it is after this step, once when a head is flagged and once when one is critical.
 
-    def _save_checkpoints(self, trainer: Trainer, flagged: bool, critical: bool, step: int) -> None:
-        """Save the training as it is after this step, once when a head is flagged and once when one is critical."""
-        occasion = "critical" if any_rank(trainer, critical) else "flagged" if any_rank(trainer, flagged) else ""
+        Not while logits are nan or inf: the weights may be as well, and nobody wants to continue from those.
+        """
+        occasion = "critical" if loop.any_rank(critical) else "flagged" if loop.any_rank(flagged) else ""
         if not occasion or occasion in self._saved:
+            return
+        if loop.any_rank(judgement.broken):
+            if not self._refused:
+                self._refused = True
+                self._notices.add(
+                    f"step {step}: no checkpoint is saved while logits are nan or inf, since the weights may be too; "
+                    + (f"the last one before is {self._latest}" if self._latest else "none was saved before")
+                )
             return
         self._saved.add(occasion)
         try:
-            path = f"{run_directory(trainer)}/checkpoints/attn_monitor-{occasion}-step={step}.ckpt"  # may be a URL
-            trainer.save_checkpoint(path)
+            path = loop.save_checkpoint(f"attn_monitor-{occasion}-step={step}")
+            self._latest = path
             self._notices.add(f"step {step}: checkpoint saved, {path}")
         except Exception as error:
             self._notices.add(f"saving a checkpoint at step {step} failed: {type(error).__name__}: {error}")

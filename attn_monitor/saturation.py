@@ -22,7 +22,7 @@ Reference = Literal["sqrt_dk", "critical"]
 _DEFAULT_THRESHOLD: Mapping[Reference, float] = {"sqrt_dk": 0.5, "critical": 1.0}
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: LightningCLI reads vars() of a default
+@dataclass(frozen=True, kw_only=True, repr=False)  # no slots: LightningCLI reads vars() of a default
 class SaturationRule:
     """When a head counts as saturated: its logits spread too far for its softmax to pass gradients.
 
@@ -57,7 +57,7 @@ class SaturationRule:
     relative_to: Reference = "sqrt_dk"
     patience: int = 1
     release: float = 0.8
-    overrides: Mapping[str, float] = field(default_factory=dict, hash=False, repr=False)
+    overrides: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
@@ -73,10 +73,14 @@ class SaturationRule:
             raise ValueError(f"`release` expects a fraction of the threshold in (0, 1], got {self.release!r}.")
         _check_overrides(self.overrides)
 
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if name != "overrides" or value}
+        return f"SaturationRule({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
     def of(self, layer: str) -> SaturationRule:
         """Return the rule for a layer: this one, or one with the threshold of the first pattern that fits."""
         for pattern, threshold in self.overrides.items():
-            if layer == pattern or fnmatchcase(layer, pattern):
+            if matches(pattern, layer):
                 return _OverriddenRule(**{**vars(self), "threshold": threshold, "overrides": {}})
         return self
 
@@ -121,6 +125,11 @@ class _OverriddenRule(SaturationRule):
         return self.default_limit
 
 
+def matches(pattern: str, layer: str) -> bool:
+    """Tell whether a name or glob fits the name of a layer."""
+    return layer == pattern or fnmatchcase(layer, pattern)
+
+
 def _check_number(name: str, value: object, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` expects {expected}, got {value!r}.")
@@ -136,11 +145,15 @@ def _check_overrides(overrides: object) -> None:
     if not isinstance(overrides, Mapping):
         raise TypeError(f"`overrides` expects a mapping {{pattern: threshold}}, got {overrides!r}.")
     for pattern, threshold in overrides.items():
-        if not isinstance(pattern, str) or not pattern:
+        if not isinstance(pattern, str):
             raise TypeError(f"`overrides` expects names or globs of layers as keys, got {pattern!r}.")
+        if not pattern:
+            raise ValueError("`overrides` expects names or globs of layers as keys, got an empty text.")
         _check_positive(f"overrides[{pattern!r}]", threshold, "a positive finite number")
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` expects one of {list(choices)}, got {value!r} of type {type(value).__name__}.")
     if value not in choices:
         raise ValueError(f"`{name}` expects one of {list(choices)}, got {value!r}.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 STAGES = ("train", "validate", "test", "predict")
 ACTIONS = ("warn", "stop", "raise")
@@ -34,11 +36,35 @@ def check_flag(name: str, value: object) -> None:
 
 def check_action(action: object) -> None:
     """Raise unless `action` is something `on_saturation` can do."""
-    if callable(action) or (isinstance(action, str) and action in ACTIONS):
-        return
-    raise ValueError(
-        f"`on_saturation` expects one of {list(ACTIONS)} or a callable (trainer, pl_module, events), got {action!r}."
-    )
+    expected = f"`on_saturation` expects one of {list(ACTIONS)} or a callable (trainer, pl_module, events)"
+    if isinstance(action, type):
+        raise TypeError(f"{expected}, got the class {action.__name__}. Pass an instance or a function.")
+    if callable(action):
+        if not takes(action, 3):
+            raise TypeError(f"{expected}, got {describe(action)}, which cannot be called with three arguments.")
+    elif not isinstance(action, str):
+        advice = ' Leave it out, or write "warn", to be warned only.' if action is None else ""
+        raise TypeError(f"{expected}, got {action!r} of type {type(action).__name__}.{advice}")
+    elif action not in ACTIONS:
+        raise ValueError(f"{expected}, got {action!r}.")
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Tell whether a function can be called with that many arguments, as far as it says what it takes.
+
+    Example:
+        >>> takes(lambda name, module: True, 2), takes(lambda module: True, 2), takes(print, 2)
+        (True, False, True)
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C do not say
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def check_stages(stages: Iterable[str]) -> tuple[str, ...]:
@@ -48,9 +74,13 @@ def check_stages(stages: Iterable[str]) -> tuple[str, ...]:
         TypeError: If `stages` is a single string or no collection.
         ValueError: If it is empty or holds an unknown stage.
     """
-    if isinstance(stages, str) or not isinstance(stages, Iterable):
+    if isinstance(stages, str):
         raise TypeError(f"`stages` expects a collection of stage names, got {stages!r}. Write stages=({stages!r},).")
-    chosen = list(stages)
+    if not isinstance(stages, Iterable):
+        raise TypeError(f"`stages` expects a collection of some of {list(STAGES)}, got {stages!r}.")
+    chosen: list[object] = list(stages)
+    if odd := [stage for stage in chosen if not isinstance(stage, str)]:
+        raise TypeError(f"`stages` expects names of stages, some of {list(STAGES)}, got {odd[0]!r}.")
     if unknown := [stage for stage in chosen if stage not in STAGES]:
         raise ValueError(f"`stages` expects some of {list(STAGES)}, got {unknown[0]!r}.")
     if not chosen:

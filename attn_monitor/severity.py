@@ -61,7 +61,10 @@ def _blocked(statistics: Mapping[str, AttentionStatistics]) -> dict[str, str]:
     mean = sum(every) / len(every) if every else 1.0
     if mean >= COLLAPSED:
         return {}
-    reason = f"the model's {_heads(every)} on average {mean:.0%} of the gradient that uniform attention would"
+    reason = (
+        f"only {_percent_below(mean)}% of the gradient of uniform attention gets through{_heads(every)} "
+        f"(critical below {COLLAPSED:.0%})"
+    )
     return {layer: reason for layer, found in traces.items() if found and sum(found) / len(found) < COLLAPSED}
 
 
@@ -71,7 +74,10 @@ def _saturated_caps(statistics: Mapping[str, AttentionStatistics]) -> dict[str, 
     every = sorted(times for found in squeezed.values() for times in found)
     if not every or every[len(every) // 2] <= CAPPED:
         return {}
-    reason = f"its softcap is saturated, the median head's scale * q.k is {every[len(every) // 2]:.0f} times as wide"
+    reason = (
+        f"the softcap is saturated, for the median head scale * q.k spreads {every[len(every) // 2]:.3g} times as far "
+        f"as the logits after it (critical above {CAPPED:g})"
+    )
     return {layer: reason for layer, found in squeezed.items() if found and max(found) > CAPPED}
 
 
@@ -92,5 +98,10 @@ def _squeezed(stats: AttentionStatistics) -> list[float]:
     return [times for times in found if math.isfinite(times)]
 
 
+def _percent_below(mean: float) -> int:
+    """Return a mean below the limit in per cent, rounded to a number that is below the limit too."""
+    return min(round(100 * mean), round(100 * COLLAPSED) - 1)
+
+
 def _heads(every: list[float]) -> str:
-    return "only head passes" if len(every) == 1 else f"{len(every)} heads pass"
+    return " the model's only head" if len(every) == 1 else f", on average over the model's {len(every)} heads"

@@ -18,13 +18,17 @@ from numpy.typing import NDArray
 
 from attn_monitor.catalog import STATISTICS, Direction
 from attn_monitor.scales import RATIO, scale_of
+from attn_monitor.stored_events import names_a_head, parsed, worst_first
 from attn_monitor.tags import BESIDE_THE_CATALOG, STANDARD_ERROR
 
 STAGES: Mapping[str, str] = {"": "", "val_": "validation", "test_": "test", "predict_": "prediction"}
-"""What each prefix of a tag stands for."""
+"""What the prefix of a stage stands for."""
+PREFIX = r"(?:monitor\d+_)?(?:val_|test_|predict_)?"
+"""What may stand before a tag: the number of the monitor, of the second one on, and the stage."""
 _ROOT = "attn_monitor/"
 _LAYERS, _HEAD_DIM, _EVENTS = "layers", "head_dim", "event_records"
 _NO_TABLES = {_LAYERS, _HEAD_DIM, _EVENTS, "events", "summary", "legend"}
+_PREFIXED = re.compile(f"^{PREFIX}(?=attn(_|/))")
 _OVERVIEW = {*STATISTICS, *BESIDE_THE_CATALOG, "saturated_heads", "observed_layers", "sampling_error"}
 """What our group of model-wide curves, `attn`, holds; a user may have a group of that name too."""
 _WORSE_UP = {RATIO, "nonfinite"}
@@ -49,15 +53,15 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunData:
-    """Everything one run stored, of one stage.
+    """Everything one monitor stored in one run, of one stage.
 
     Attributes:
-        name: The name of the run, with its stage if that is not training.
+        name: The name of the run, with the monitor if it is not the first and the stage if it is not training.
         layers: Names of the rows of every table.
         head_dims: D of query and key by layer, `None` if unknown.
         threshold: The limit of `saturation_ratio`, `None` if unknown.
         tables: By name of the statistic; may load on access.
-        events: What was opened, became critical or ended, oldest first.
+        events: What was opened, became critical or ended, oldest first, of one step the worst head first.
         scalars: The user's own, by tag; may load on access.
     """
 
@@ -83,9 +87,24 @@ def primary(names: Iterable[str]) -> str | None:
 
 
 def stages(tags: Iterable[str]) -> list[str]:
-    """Return the prefixes under which these tags hold tables."""
-    tags = list(tags)
-    return [prefix for prefix in STAGES if any(statistic_of(tag, prefix) for tag in tags)]
+    """Return the prefixes under which these tags hold tables, monitor by monitor."""
+    found = {match[0] for tag in tags if (match := _PREFIXED.match(tag)) and statistic_of(tag, match[0])}
+    return sorted(found, key=lambda prefix: (number_and_stage(prefix)[0], list(STAGES).index(_stage(prefix))))
+
+
+def number_and_stage(prefix: str) -> tuple[int, str]:
+    """Return the number of the monitor and the name of the stage that a prefix stands for.
+
+    Example:
+        >>> number_and_stage("monitor2_val_"), number_and_stage("")
+        ((2, 'validation'), (1, ''))
+    """
+    number = re.match(r"monitor(\d+)_", prefix)
+    return int(number[1]) if number else 1, STAGES[_stage(prefix)]
+
+
+def _stage(prefix: str) -> str:
+    return re.sub(r"^monitor\d+_", "", prefix)
 
 
 def statistic_of(tag: str, prefix: str = "") -> str | None:
@@ -111,16 +130,15 @@ def threshold_of(content: bytes | str) -> float | None:
 
 def is_users(tag: str) -> bool:
     """Tell a user's scalar from those of attn_monitor."""
-    for prefix in STAGES:
-        group, _, rest = tag.removeprefix(prefix).partition("/")
-        if group.startswith("attn_") or (group == "attn" and re.sub("_(max|min)$", "", rest) in _OVERVIEW):
-            return False
-    return True
+    group, _, rest = _PREFIXED.sub("", tag, count=1).partition("/")
+    return not (group.startswith("attn_") or (group == "attn" and re.sub("_(max|min)$", "", rest) in _OVERVIEW))
 
 
 def run_name(directory: str, prefix: str = "") -> str:
-    """Return how the data of one stage of a run is called."""
-    return f"{directory} ({STAGES[prefix]})" if prefix else directory
+    """Return how the data of one monitor and stage of a run is called."""
+    number, stage = number_and_stage(prefix)
+    parts = [f"monitor {number}"] * (number > 1) + [stage] * bool(stage)
+    return f"{directory} ({', '.join(parts)})" if parts else directory
 
 
 def settle(points: Iterable[tuple[int, _Value]]) -> list[tuple[int, _Value]]:
@@ -169,7 +187,7 @@ def assemble(
         tensors: What was written, by tag, each in the order written: (step, array).
         scalars: The user's scalars by tag.
         threshold: The limit of `saturation_ratio`, see `threshold_of`.
-        prefix: The stage, a key of `STAGES`.
+        prefix: The monitor and the stage, see `stages`.
         tables: Tables that load on access, instead of those in `tensors`.
     """
     layers_tag, dims_tag, events_tag = beside_tables(prefix)
@@ -182,13 +200,10 @@ def assemble(
     rows = 0 if main is None else tables[main].values.shape[1]
     layers += [f"layer {index}" for index in range(len(layers), rows)]  # their names were lost
     head_dims = [*head_dims, *[None] * len(layers)][: len(layers)]
-    records = [
-        record
-        for _, batch in settle(tensors.get(events_tag, ()))
-        for entry in batch.ravel()
-        if (record := _record(_text(entry))) is not None
-    ]
-    return RunData(run_name(name, prefix), layers, head_dims, threshold, tables, records, scalars)
+    batches = settle(tensors.get(events_tag, ()))
+    records = [parsed(_text(entry)) for _, batch in batches for entry in batch.ravel()]
+    told = worst_first(filter(names_a_head, records))
+    return RunData(run_name(name, prefix), layers, head_dims, threshold, tables, told, scalars)
 
 
 def sort_statistics(names: Iterable[str]) -> list[str]:
@@ -318,13 +333,3 @@ def _whole(entry: object) -> int | None:
     except (TypeError, ValueError):
         return None
     return int(number) if math.isfinite(number) else None
-
-
-def _record(text: str) -> dict[str, object] | None:
-    """Return an event that was written as JSON, `None` for anything else: a broken record hides no other."""
-    try:
-        record = json.loads(text, parse_constant=lambda _: None)  # a browser knows no NaN
-    except (ValueError, RecursionError):
-        return None
-    known = isinstance(record, dict) and isinstance(record.get("layer"), str) and isinstance(record.get("head"), int)
-    return record if known else None

@@ -34,7 +34,7 @@ LIGHTNING_ADVICE = [
     # Lightning 2.6 walks batches with a check that torch 2.13 deprecates.
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     # Every trainer of these tests without a logger: the monitor says so once a fit.
-    pytest.mark.filterwarnings("ignore:AttentionMonitor. the trainer has no logger"),
+    pytest.mark.filterwarnings("ignore:the trainer has no logger"),
 ]
 """For `pytestmark`: what third parties warn of when the tests run under `-W error`."""
 Kind = Literal["hand", "sdpa", "mha"]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from attn_monitor.audit import UniformWatch, scale_findings
+from attn_monitor.judge import Judge
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from tests.models import make_record
@@ -34,15 +35,48 @@ def audit(**layers: AttentionStatistics) -> list[str]:
         (8.0, "the scale 1/sqrt(d_k) is missing"),
         (64.0, "sqrt(d_k) stands in place of 1/sqrt(d_k)"),
         (0.125, "1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice"),
-        (5**-0.5, "1/sqrt(d_model) stands in place of 1/sqrt(d_k)"),
+        (5**-0.5, "1/sqrt(d_model) stands in place of 1/sqrt(d_k) of 5 heads"),
+        (0.5, "the scale is halved"),
         (2.0, "the scale is doubled"),
         (-2.0, "the scale is doubled"),
-        (1.5, "it is outside of 0.8 to 1.2, where it is known to be harmless"),
-        (0.7, "it is outside of 0.8 to 1.2, where it is known to be harmless"),
+        (1.5, "outside of 0.8 to 1.2, where it is known to be harmless"),
+        (0.7, "outside of 0.8 to 1.2, where it is known to be harmless"),
     ],
 )
 def test_the_audit_says_what_a_scale_means(ratio: float, meaning: str) -> None:
     assert audit(a=layer(ratio)) == [f"scale audit: scale * sqrt(d_k=64) is {abs(ratio):.3g}, {meaning}, in a"]
+
+
+def test_a_scale_that_may_be_two_things_is_called_both() -> None:
+    assert audit(a=layer(0.5, heads=4)) == [
+        "scale audit: scale * sqrt(d_k=64) is 0.5, the scale is halved, or 1/sqrt(d_model) stands in place of "
+        "1/sqrt(d_k) of 4 heads, in a"
+    ]
+
+
+def test_scales_that_differ_a_little_share_a_text() -> None:
+    assert audit(**{f"layers.{index}": layer(1.3 + index / 100) for index in range(48)}) == [
+        "scale audit: scale * sqrt(d_k=64) is 1.3 to 1.77, outside of 0.8 to 1.2, where it is known to be harmless, in "
+        "layers.0, layers.1, layers.2, layers.3 and 44 more layers"
+    ]
+
+
+def test_an_override_that_fits_no_layer_is_told_with_the_names_there_are() -> None:
+    rule = SaturationRule(overrides={"net.blocks.1": 0.7, "decoder.*": 0.8, "blocks": 0.9})
+    judge = Judge(rule)
+    assert judge.take(0, {}).findings == []  # nothing was seen yet
+    first = judge.take(1, {"net.blocks.0": make_record(2), "net.blocks.1": make_record(2)})
+    assert first.findings == [
+        "saturation overrides without effect: 'decoder.*', 'blocks' fit no layer; the layers are net.blocks.0, "
+        "net.blocks.1"
+    ]
+    resumed = Judge(rule)
+    resumed.load_state_dict(json.loads(json.dumps(judge.state_dict())))
+    for later in (judge, resumed):
+        assert later.take(2, {"net.blocks.0": make_record(2)}).findings == []
+    many = {f"layers.{index}": make_record(1) for index in range(47)}
+    (text,) = Judge(SaturationRule(overrides={"x": 1})).take(0, many).findings
+    assert text.endswith("layers.18, layers.19 and 27 more")
 
 
 @pytest.mark.parametrize("ratio", [0.8, 1.0, 1.2])

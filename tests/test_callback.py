@@ -307,8 +307,9 @@ def test_two_monitors_write_under_names_of_their_own(tmp_path: Path) -> None:
         wanted = monitor.history[-1][1][name].q_rms
         assert wanted is not None
         assert table.tolist() == [wanted.float().tolist()]
-    [run] = read_runs(find_runs(tmp_path)).runs
-    assert list(run.layers) == ["net.blocks.0"]
+    first, second = read_runs(find_runs(tmp_path)).runs
+    assert (list(first.layers), list(second.layers)) == (["net.blocks.0"], ["net.blocks.1"])
+    assert second.name.endswith(" (monitor 2)")
 
 
 class Skipping(Lit):
@@ -360,7 +361,7 @@ def test_batches_without_a_loss_are_not_counted_and_a_cut_step_is_dropped() -> N
             ValueError,
             r"`on_saturation` expects one of \['warn', 'stop', 'raise'\] or a call",
         ),
-        ({"on_saturation": None}, ValueError, r"got None"),
+        ({"on_saturation": None}, TypeError, r"got None"),
         ({"stages": "train"}, TypeError, r"Write stages=\('train',\)"),
         ({"stages": ("fit",)}, ValueError, r"`stages` expects some of .* got 'fit'"),
         ({"stages": ()}, ValueError, r"`stages` is empty"),

@@ -4,6 +4,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -73,23 +74,24 @@ def test_a_head_is_warned_of_once_until_it_recovers() -> None:
         (6, 1, "warning"),
     ]
     assert len(said) == 2
-    assert said[0].startswith("AttentionMonitor: 1 head is newly saturated:\n  step 1: head 1 of net.blocks.0 is")
+    assert said[0].startswith("1 head is newly saturated:\n  step 1: head 1 of net.blocks.0 is")
     assert "(limit 0.5)" in said[0]
-    assert "step 6: head 1 of net.blocks.0" in said[1]
+    assert said[1].startswith("1 more head is newly saturated (2 events so far), at step 6: head 1 of net.blocks.0 is")
+    assert "\n" not in said[1]  # the remedy was told
 
 
 def test_one_warning_per_step_names_every_head() -> None:
     monitor = AttentionMonitor()
     _, (said,) = fit(Scripted([0.7], layers=3), monitor, 1)
-    assert said.startswith("AttentionMonitor: 3 heads are newly saturated:")
+    assert said.startswith("3 heads are newly saturated:")
     assert all(f"head 1 of net.blocks.{layer}" in said for layer in range(3))
 
 
 def test_a_long_list_is_cut_to_the_worst() -> None:
     monitor = AttentionMonitor()
     _, (said,) = fit(Scripted([0.7], layers=25), monitor, 1)
-    assert said.count("\n") == 22  # with one explanation for all
-    assert said.endswith("and 5 more, all in `monitor.events`")
+    assert said.count("\n") == 7  # with one explanation for all
+    assert said.endswith("and 20 more, all in `monitor.events`")
     assert len(monitor.events) == 25
 
 
@@ -123,6 +125,31 @@ def test_warn_lets_a_critical_run_go_on() -> None:
     assert (trainer.global_step, len(said)) == (3, 1)
 
 
+class Spreading(Scripted):
+    """Has one more layer at the given ratio in every step, from the first layer on."""
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            for index, block in enumerate(self.net.blocks):
+                if index > self.global_step:
+                    block.qkv.weight *= 0.1
+        return super().loss(batch)
+
+
+def test_one_cause_that_takes_layer_after_layer_is_told_in_full_once_and_then_counted() -> None:
+    layers = 17
+    monitor = AttentionMonitor()
+    _, said = fit(Spreading([0.7] * layers, layers=layers), monitor, layers)
+    assert len(monitor.events) == layers
+    assert [text.split(":")[0] for text in said if "saturated" in text] == [
+        "1 head is newly saturated",
+        "1 more head is newly saturated (2 events so far), at step 1",
+        "2 more heads are newly saturated (4 events so far), the worst at step 2",
+        "4 more heads are newly saturated (8 events so far), the worst at step 4",
+        "8 more heads are newly saturated (16 events so far), the worst at step 8",
+    ]
+
+
 def test_stop_ends_the_fit_after_the_step_that_made_an_event_critical() -> None:
     monitor = AttentionMonitor(on_saturation="stop")
     trainer, said = fit(Scripted([0.6, 0.8, 1.0, 1.0, 1.0], both=True), monitor, 5)
@@ -130,10 +157,13 @@ def test_stop_ends_the_fit_after_the_step_that_made_an_event_critical() -> None:
     stopping = [text for text in said if "training stops" in text]
     assert len(stopping) == 1
     assert stopping[0].startswith(
-        "AttentionMonitor: training stops, 2 heads are critical:\n  step 2: head 0 of net.blocks.0 is saturated, "
+        "training stops, 2 heads are critical:\n  step 2: head 0 of net.blocks.0 is saturated, "
     )
     assert ", since step 0\n" in stopping[0]
-    reason = "critical: the model's 2 heads pass on average 38% of the gradient that uniform attention would"
+    reason = (
+        "critical: only 38% of the gradient of uniform attention gets through, on average over the model's 2 heads "
+        "(critical below 45%)"
+    )
     assert stopping[0].count(reason) == 1
     assert [event.severity for event in monitor.events] == ["critical", "critical"]
 
@@ -143,7 +173,7 @@ def test_stop_says_that_it_waits_for_the_least_number_of_steps() -> None:
     trainer, said = fit(Scripted([1.5] * 9, both=True), monitor, 9, min_steps=4)
     (waiting,) = [text for text in said if "training stops" in text]
     assert waiting.startswith(
-        "AttentionMonitor: training stops as soon as min_epochs=1 and min_steps=4 allow it, 2 heads are critical:\n"
+        "training stops as soon as min_epochs=1 and min_steps=4 allow it, 2 heads are critical:\n"
     )
     assert "step 0: head 1 of net.blocks.0 is saturated" in waiting
     assert trainer.global_step == 9  # Lightning takes min_epochs=1 where only min_steps is given
@@ -178,12 +208,28 @@ def test_a_callable_is_given_new_and_escalated_events() -> None:
     assert calls == [(2, ["warning"] * 2), (4, ["critical"] * 2), (7, ["critical"] * 2)]
 
 
-def test_an_error_in_the_users_callable_is_the_users() -> None:
+def test_an_error_in_the_users_callable_is_the_users_and_costs_nothing_of_the_record(tmp_path: Path) -> None:
     def broken(trainer: Any, pl_module: Any, events: Sequence[SaturationEvent]) -> None:
         raise ZeroDivisionError("mine")
 
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        fit(Scripted([0.6]), AttentionMonitor(on_saturation=broken), 1)
+    monitor, model = AttentionMonitor(on_saturation=broken), Scripted([0.3, 0.6])
+    logger = TensorBoardLogger(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            quiet(callbacks=[monitor], logger=logger).fit(model, loader(2))
+    # Whatever belongs to the step is there: the warning, the record, the metrics, the events, the flight record.
+    assert any("1 head is newly saturated" in str(warning.message) for warning in caught)
+    assert [step for step, _ in monitor.history] == [0, 1]
+    assert [(event.step, event.head) for event in monitor.events] == [(1, 1)]
+    written = read_events(logger.log_dir).Scalars("attn_monitor/saturated_heads")
+    assert [(point.step, point.value) for point in written] == [(0, 0.0), (1, 1.0)]
+    assert [path.name for path in Path(logger.log_dir).glob("attn_monitor_flight_*.json")]
+    # And nothing of ours is left.
+    assert not any(hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks))
+    assert "training_step" not in vars(model)
+    assert not monitor._observers
+    assert torch.overrides._get_current_function_mode_stack() == []
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -200,8 +246,9 @@ def test_nan_and_inf_are_counted_flagged_and_said(broken: float) -> None:
     event = monitor.events[0]
     assert (event.step, event.head, event.statistic, event.value, event.severity) == (0, 0, "nonfinite", 75, "critical")
     assert any("step 0: head 0 of net.blocks.0 has 75 allowed logits that are nan or inf" in text for text in said)
-    metric = trainer.callback_metrics
-    assert all(value.isfinite() for key, value in metric.items() if key.startswith("attn_"))
+    told, *later = [text for text in said if "critical" in text]
+    assert all(text.startswith("1 more head is critical, its logits are nan or inf (") for text in later)
+    assert told.startswith("1 head is critical, its logits are nan or inf:\n  step 0: head 0 of net.blocks.0 has 75")
 
 
 @pytest.mark.parametrize("order", [0, 1])
@@ -260,8 +307,7 @@ def test_states_that_do_not_fit_are_ignored_with_a_warning() -> None:
     monitor.load_state_dict({"version": 99})
     _, said = fit(Lit("hand"), monitor, 1)
     assert said == [
-        "AttentionMonitor: the monitor's state in the checkpoint is ignored: "
-        "expected a saturation state of version 2, got 99"
+        "the monitor's state in the checkpoint is ignored: expected a saturation state of version 2, got 99"
     ]
 
     donor = AttentionMonitor()
@@ -269,7 +315,7 @@ def test_states_that_do_not_fit_are_ignored_with_a_warning() -> None:
     heir = AttentionMonitor()
     heir.load_state_dict(donor.state_dict())
     trainer, said = fit(Lit("hand"), heir, 2)
-    assert said == ["AttentionMonitor: the checkpoint remembers layers that this model did not run: ['net.blocks.1']"]
+    assert said == ["the checkpoint remembers layers that this model did not run: ['net.blocks.1']"]
     assert trainer.callback_metrics["attn_monitor/saturated_heads"] == 0
 
 
@@ -318,6 +364,41 @@ def test_two_monitors_are_saved_and_resumed_side_by_side(tmp_path: Path) -> None
         Scripted([0.6] * 2, layers=2), loader(1), ckpt_path=tmp_path / "both.ckpt"
     )
     assert [[event.layer for event in monitor.events] for monitor in resumed] == [["net.blocks.0"], ["net.blocks.1"]]
+
+
+def no_events(trainer: Any, pl_module: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"on_saturation": None}, TypeError, 'got None of type NoneType. Leave it out, or write "warn"'),
+        ({"on_saturation": 3}, TypeError, "got 3 of type int"),
+        ({"on_saturation": "halt"}, ValueError, r"expects one of \['warn', 'stop', 'raise'\] or a callable .*'halt'"),
+        ({"on_saturation": no_events}, TypeError, r"no_events:\d+, which cannot be called with three arguments"),
+        ({"on_saturation": Callback}, TypeError, "got the class Callback. Pass an instance or a function"),
+        ({"modules": lambda module: True}, TypeError, r"lambda>:\d+, which cannot be called with two arguments"),
+        ({"modules": ["a", lambda a, b, c: True]}, TypeError, "cannot be called with two arguments"),
+        ({"modules": ""}, ValueError, "`modules` has an empty name"),
+        ({"modules": ["a", ""]}, ValueError, "`modules` has an empty name"),
+        ({"modules": []}, ValueError, "`modules` is an empty list"),
+        ({"modules": ()}, ValueError, "`modules` is an empty list"),
+        ({"stages": 3}, TypeError, "`stages` expects a collection of some of .*, got 3"),
+        ({"stages": [3]}, TypeError, "`stages` expects names of stages, .*, got 3"),
+        ({"stages": "train"}, TypeError, r"Write stages=\('train',\)"),
+        ({"stages": ["fit"]}, ValueError, "`stages` expects some of .*, got 'fit'"),
+    ],
+)
+def test_bad_arguments_are_refused_when_the_monitor_is_made(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        AttentionMonitor(**settings)
+
+
+@pytest.mark.parametrize("action", [print, lambda *found: None, lambda a, b, c, d=1: None, partial(print, sep="")])
+def test_whatever_can_be_called_with_three_arguments_is_an_action(action: Any) -> None:
+    assert AttentionMonitor(on_saturation=action).on_saturation is action
 
 
 def test_a_pickled_monitor_keeps_its_events_and_nothing_of_the_run() -> None:

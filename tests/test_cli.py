@@ -5,10 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
 from attn_monitor import AttentionMonitor, __version__
-from attn_monitor.cli import main
+from attn_monitor.cli import build_parser, main
 from tests.event_data import HOSTILE, make_event, make_run
 from tests.models import DIM, HEADS, LIGHTNING_ADVICE, Lit, loader, quiet
 
@@ -34,6 +38,7 @@ def plain(): return torch.nn.Linear(2, 2), torch.zeros(2)
 def wrong_shape(): return Fused(), torch.zeros(1, 4, DIM + 1)
 def no_model(): return 3
 def broken(): raise ValueError("no data here")
+def leaving(): raise SystemExit(3)
 number = 3
 """
 
@@ -43,6 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"sample_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / f"{name}_broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / f"{name}_script.py").write_text("import sys; sys.exit(2)")
     (tmp_path / f"{name}_empty.py").write_text("from torch import zeros")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -61,7 +67,7 @@ def test_inspect_prints_the_table(target: str, here: str, capsys: pytest.Capture
     ("target", "status", "message"),
     [
         ("HERE", 2, "TARGET expects module:callable"),
-        ("HERE:nothing", 2, "has no 'nothing'; it has sample, keywords, plain, wrong_shape, no_model, broken"),
+        ("HERE:nothing", 2, "has no 'nothing'; it has sample, keywords, plain, wrong_shape, no_model, broken, leaving"),
         ("HERE:smaple", 2, "has no 'smaple'; did you mean sample?"),
         ("HERE:Fused.forwrad", 2, "has no 'Fused.forwrad'; did you mean forward?"),
         ("HERE_empty:sample", 2, "has no 'sample'; it defines nothing that can be called"),
@@ -70,6 +76,8 @@ def test_inspect_prints_the_table(target: str, here: str, capsys: pytest.Capture
         ("HERE:number", 2, "is not callable, it is of type int"),
         ("HERE:no_model", 2, "must return `model, inputs`, a torch module first; it returned int"),
         ("HERE:broken", 1, "broken() failed: ValueError: no data here"),
+        ("HERE:leaving", 1, "leaving() failed: SystemExit: 3"),
+        ("HERE_script:sample", 1, "ended the program (SystemExit: 2): put what it does as a script below"),
         ("HERE:wrong_shape", 1, "the model failed: RuntimeError: mat1 and mat2"),
         ("HERE_broken:sample", 1, "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("no_such_module:sample", 2, "no module named 'no_such_module'"),
@@ -101,7 +109,8 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["version"], ["--version"], ["inspect", "--help"], ["report", "--help"]]
+    "arguments",
+    [["--help"], ["version"], ["--version"], ["demo", "--help"], ["inspect", "--help"], ["report", "--help"]],
 )
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     code = (
@@ -125,6 +134,88 @@ def test_the_package_runs_as_a_module() -> None:
 def test_the_version(arguments: Sequence[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert capsys.readouterr().out == f"{printed}\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "inspect", "report"])
+def test_help_has_examples_that_work_and_the_exit_status(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([command, "--help"], ["--help"]):
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        assert "exit status: 0 if" in text
+        shown = re.findall(rf"(?:^  |^example: )attn-monitor ({command}.*?)(?:   .*)?$", text, re.MULTILINE)
+        assert shown
+        assert all(build_parser().parse_args(line.split()).command == command for line in shown)
+
+
+def test_ctrl_c_ends_a_command_in_one_line(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(f"{here}_slow.py").write_text("raise KeyboardInterrupt")
+    assert main(["inspect", f"{here}_slow:sample"]) == 130
+    assert capsys.readouterr() == ("", "attn-monitor: interrupted\n")
+
+
+# -- demo --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_flags_heads_and_says_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = (signal.getsignal(signal.SIGINT), warnings.showwarning)
+    assert main(["demo", "--steps", "14", "--logdir", "logs"]) == 0
+    assert (signal.getsignal(signal.SIGINT), warnings.showwarning) == before
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "the scale 1/sqrt(d_k) is missing" in out
+    [flagged] = re.findall(r"^(\d) of 8 heads were flagged:$", out, re.MULTILINE)
+    assert int(flagged) >= 3
+    rows = re.findall(r"^  (layers\.[01]) +([0-3]) +(\d+)  (?:warning|critical)$", out, re.MULTILINE)
+    assert len(rows) == int(flagged)
+    assert [int(step) for _, _, step in rows] == sorted(int(step) for _, _, step in rows)
+    commands = [line.split("#")[0].split() for line in out.partition("\nnext:\n")[2].splitlines()]
+    assert commands[0] == ["tensorboard", "--logdir", "logs"]
+    assert main([*commands[1][1:], "--summary-only"]) == 0
+    assert "2 layers of 4 heads" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_healthy_demo_flags_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--healthy", "--logdir", str(tmp_path)]) == 0
+    assert "\nno head was flagged\n" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["healthy"]
+
+
+def test_a_demo_that_cannot_write_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--logdir", str(tmp_path / "file")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"attn-monitor: nothing can be written to {tmp_path}/file/collapsing/version_0 (NotADirector")
+    assert err.endswith("; choose another with --logdir\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"), [("--steps", "0"), ("--steps", "many"), ("--seed", "-1"), ("--seed", "1.5")]
+)
+def test_the_demo_takes_whole_numbers(option: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", f"{option}={wrong}"]) == 2
+    assert f"argument {option}: expects a whole number from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_the_demo_leaves_a_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attn_monitor", "demo", "--steps", "100000", "--logdir", str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as run:
+        deadline = time.monotonic() + 200
+        while not any(path.stat().st_size > 10_000 for path in tmp_path.rglob("*tfevents*")):  # steps were observed
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate()
+    assert (run.returncode, err) == (130, "attn-monitor: interrupted\n")
+    assert main(["report", str(tmp_path), "--summary-only"]) == 0
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

@@ -44,17 +44,28 @@ def test_a_page_tells_every_change_of_a_step() -> None:
     (_, first), (_, second), (_, third) = events_of([0.6, 0.1, 0.7], [1.5, 0.8, 0.1], [0.1, 0.1, 0.1])
     page = event_page(0, first)
     assert page.startswith(
-        "#### step 0: 2 heads newly saturated\n\n**warning**: step 0: head 2 of net.attn is saturated"
+        "#### step 0: 2 heads are newly saturated\n\n**warning**: step 0: head 2 of net.attn is saturated"
     )
     assert str(first.opened[0]) in page
     assert "| net.attn | 2 | 0.7 | 0.5 |" in page
     page = event_page(1, second)
-    assert "step 1: 1 head newly saturated" in page
-    assert "step 1: 1 head now critical" in page
+    assert "#### step 1: 2 heads are critical\n" in page  # one of them new
+    assert "newly saturated" not in page
     assert "step 1: 1 head recovered\n\n- head 2 of net.attn" in page
     assert "**critical**: step 1: head 0 of net.attn is saturated" in page
     assert "2 heads recovered" in event_page(2, third)
     assert event_page(3, Changes()) == ""
+
+
+def test_heads_with_nan_logits_are_called_critical_and_not_saturated() -> None:
+    changes = SaturationTracker(RULE).update(
+        3, {"a": make_record(3, logit_row_std=[math.nan, 1.0, math.nan], nonfinite=[9, 0, 4])}
+    )
+    page = event_page(3, changes)
+    assert page.startswith(
+        "#### step 3: 2 heads are critical, their logits are nan or inf\n\n**critical**: step 3: head 0"
+    )
+    assert "saturated" not in page.split("|")[0]
 
 
 def test_a_page_lists_the_worst_and_counts_the_rest() -> None:
@@ -152,6 +163,7 @@ def test_the_summary_has_ten_heads_at_most_and_stands_a_record_without_numbers()
     broken = rows.take(3, {"a": record}, RULE)
     growth.take(broken)
     lines = summary_page(broken, growth, 2).splitlines()
+    assert lines[0].startswith("**step 3: 2 of 31 heads with an event, 1 of them with nan or inf logits**, in 1 layer.")
     assert lines[4] == "| a | 2 | 0.5 | - | nan or inf logits |"  # the worst of all
     assert lines[5].startswith("| a | 0 | 0.5 | 1.12 |")
 

@@ -65,6 +65,25 @@ def test_shares_are_not_said_where_factors_are_missing() -> None:
     assert found.shares == pytest.approx({"q_rms": 0.5, "rest": 0.0})
 
 
+def test_logits_without_query_and_key_are_told_by_what_is_known_of_them() -> None:
+    tracker = SaturationTracker(SaturationRule())
+
+    def shown(spread: float, largest: float) -> Any:
+        more: dict[str, Any] = {"critical_ratio": [spread / 3], "logit_row_std": [spread], "logit_max": [largest]}
+        return {"contrastive": make_record(1, head_dim=None, **more)}
+
+    tracker.update(0, shown(1.0, 5.0))
+    (event,) = tracker.update(40, shown(4.2, 31.0)).opened
+    assert str(event) == (
+        "step 40: head 0 of contrastive is saturated, critical_ratio 1.4 (limit 1)\n"
+        "  likely cause: a temperature, scale or vectors that grew, since the logits spread 4.2x as far as at step 0, "
+        "the largest is 31 now (without query and key no more is known); what helps: bound the temperature or scale, "
+        "or lower its learning rate; normalise the vectors that it multiplies"
+    )
+    (event,) = SaturationTracker(SaturationRule()).update(7, shown(4.2, 31.0)).opened
+    assert event.cause == "likely cause: logits that are wide from their first observation on, the largest is 31 now"
+
+
 def _messages() -> list[SaturationEvent]:
     """Return an event of every kind, with causes of every kind, as long as they get."""
     healthy: dict[str, Any] = {name: [1.0, 1.0] for name in (*FACTORS, "logit_row_std")}
@@ -77,6 +96,7 @@ def _messages() -> list[SaturationEvent]:
         {**healthy, "logit_row_std": [80.0, 80.0], "jacobian_trace": [0.1, 0.9], "sink_mass": [0.9, 0.1]},
         {**healthy, "logit_max": [5e4, 6e5]},
         {**healthy, "nonfinite": [3, 1]},
+        {"logit_row_std": [80.0, 80.0], "logit_max": [200.0, 300.0], "logit_std": [80.0, 80.0]},
     ]
     found = []
     for values in sick:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor, AttentionStatistics, SaturationEvent
+from attn_monitor.cli import build_parser
 from examples import char_gpt
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +92,64 @@ def test_demo_flags_the_collapsing_run_and_not_the_healthy_one(tmp_path: Path) -
     assert "healthy" in run.stdout
     assert f"tensorboard --logdir {tmp_path}" in run.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["collapsing", "healthy"]
+
+
+EXAMPLES = {
+    "accelerate_loop": "step 20: ['self_attn'], ",
+    "compiled": "1 graphs after the first step, 1 after the last",
+    "custom_kernel": "fast: entropy_normalized ",
+    "fabric_loop": "step 20: [",
+    "plain_loop": "step  50: loss 0.",
+    "transformers_finetune": "step 95, bert.bert.encoder.layer.1.attention.self: ",
+    "vit_digits": "encoder.layers.1.self_attn: entropy_normalized by head",
+}
+"""The examples that check themselves, and something that each prints."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_passes_its_own_checks(name: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        cwd=tmp_path,  # some write to runs/
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert EXAMPLES[name] in run.stdout
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    found = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert found - set(EXAMPLES) == {"char_gpt", "contrastive", "why_sqrt_dk"}  # these have tests of their own
+
+
+COMMAND = re.compile(r"(?:^|`)(?:\$ )?(attn-monitor\b[^`\n]*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_page_are_understood(page: str) -> None:
+    """Blocks for a shell and commands in the text alike; what is no command is a heading or a name."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for found in COMMAND.findall(text):
+        arguments = shlex.split(found, comments=True)[1:]
+        if len(arguments) == 1 and arguments[0] in ("demo", "inspect", "report", "version"):
+            continue  # only named
+        if arguments and arguments[0] not in ("--help", "COMMAND", "--version"):
+            assert build_parser().parse_args(arguments).command == arguments[0], found
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)`", text)) <= targets
+    assert [name for name in re.findall(r"examples/(\w+\.py)", text) if not (ROOT / "examples" / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_of_the_page_escapes_the_tests(page: str) -> None:
+    languages = re.findall(
+        r"^ *```(\w*)[^\n]*\n(?:.*?)^ *```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert set(languages) <= {"python", "output", "text", "console", "mermaid", "yaml", "toml"}
 
 
 def test_own_run_takes_its_recipe_from_the_command_line(tmp_path: Path) -> None:

@@ -29,9 +29,24 @@ def test_a_straight_line_is_told_where_it_meets_the_limit() -> None:
     # The window reaches back 150 steps, and the forecast looks a quarter of that ahead.
     assert (found.step, found.earliest, found.latest) == (370, 394, 550)
     assert str(found) == (
-        f"step {found.step}: at its present growth head 0 of a reaches the limit at about step 400 (394 to 550); "
-        f"its ratio is {found.ratio:.3g} of 0.5"
+        "step 370: at its present growth head 0 of a reaches the limit at about step 400 (394 to 550); its "
+        "logit_row_std is 0.47 x sqrt(d_k=64) now, the limit is 0.5\n"
+        "  what helps before that: lower the learning rate or warm up longer; QK-norm"
     )
+
+
+def test_a_limit_on_the_critical_ratio_is_named_as_such() -> None:
+    forecaster, found = Forecaster(SaturationRule(relative_to="critical")), []
+    for step in range(0, 390, 10):
+        found += forecaster.update(step, {"a": make_record(1, critical_ratio=[0.2 + step / 500])})
+    assert "; its critical_ratio is 0.94 now, the limit is 1\n" in str(found[0])
+
+
+def test_nothing_is_foretold_of_the_next_observation() -> None:
+    # After ten observations the line is one step from the limit: the next observation tells as much.
+    assert forecasts(lambda step: 0.05 * step, range(11)) == []
+    (found,) = forecasts(lambda step: 0.046 * step, range(11))
+    assert (found.step, found.expected) == (9, 11)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -127,7 +127,7 @@ def test_a_logger_that_cannot_log_pictures_is_said_once(tmp_path: Path) -> None:
                 raise OSError("quota exceeded")
 
     _, said = fit(Lit("hand"), AttentionMonitor(), loader(STEPS), logger=WithPictures(tmp_path))
-    assert said == ["AttentionMonitor: WithPictures gets no more images (OSError: quota exceeded); scalars go on"]
+    assert said == ["WithPictures gets no more images (OSError: quota exceeded); scalars go on"]
     assert WithPictures.seen == len(PICTURES) + 1
 
 

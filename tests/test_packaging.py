@@ -71,7 +71,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 
 ROOMS = {
-    "words": {"catalog", "records", "settings", "unseen", "scales", "tags", "checksum"},
+    "words": {"catalog", "records", "settings", "unseen", "scales", "tags", "checksum", "tensor_parallel"},
     "numerics": {
         "functional",
         "arguments",
@@ -96,6 +96,7 @@ ROOMS = {
         "stacking",
         "looks",
         "head_norms",
+        "ranks",
     },
     "judging": {
         "saturation",
@@ -109,32 +110,45 @@ ROOMS = {
         "judge",
     },
     "capture": {"capture"},
-    "probe": {"probe", "collector", "placement", "taps", "linear_outputs", "head_weights", "projections", "qk_clip"},
+    "probe": {
+        "probe",
+        "collector",
+        "placement",
+        "taps",
+        "linear_outputs",
+        "call_evidence",
+        "head_weights",
+        "weight_uses",
+        "projections",
+        "clip_effect",
+        "clip_records",
+        "qk_clip",
+    },
     "showing": {
         "dashboards",
         "views",
         "flight_records",
+        "stored_events",
         "tensorboard_plugin",
         "reports",
         "inspection",
-        "cli",
-        "__main__",
     },
-    "lightning": {
-        "callback",
+    "monitor": {
+        "loop",
+        "monitoring",
+        "stages",
+        "observer",
+        "cadence",
         "publishing",
         "notices",
-        "cadence",
         "response",
         "flight_recorder",
         "flight_memory",
         "gradient_norms",
         "nonfinite",
-        "evaluation",
-        "stages",
-        "observer",
-        "lightning_compat",
     },
+    "loops": {"callback", "evaluation", "lightning_loop", "lightning_compat", "integrations"},
+    "commands": {"cli", "demo", "__main__"},
 }
 """The rooms of docs/design.md, from the ground up."""
 FLOORS = {module: floor for floor, modules in enumerate(ROOMS.values()) for module in modules}

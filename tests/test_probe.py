@@ -131,7 +131,6 @@ def test_a_generator_that_yields_nothing_selects_nothing() -> None:
         (Attention, ["layers.0", "layers.1"]),
         (lambda name, module: name.endswith("1"), ["layers.1"]),
         (["layers.0", lambda name, module: name == "layers.1"], ["layers.0", "layers.1"]),
-        ("", ["layers.0", "layers.1"]),
         ("layers.0.qkv", []),
     ],
 )

@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from attn_monitor import AttentionMonitor, AttentionProbe, observe_attention
+from attn_monitor.clip_records import Clipped
 from attn_monitor.events import AttentionWarning
-from attn_monitor.qk_clip import Clipped, Clipper, QKClip
+from attn_monitor.qk_clip import Clipper, QKClip
 from attn_monitor.records import AttentionStatistics
 from tests.models import LIGHTNING_ADVICE, quiet
 from tests.zoo.entry import enliven, without_dropout
@@ -463,19 +464,22 @@ def test_a_weight_that_is_gone_or_frozen_later_is_refused_then() -> None:
     assert len(clipping.clip("Block", {1: ABOVE}).heads) == 1
     clipping.model.c_attn.requires_grad_(False)
     assert "frozen" in clipping.clip("Block", {1: ABOVE}).refused["Block"]
+    clipping.model.c_attn.requires_grad_(True)
+    statistics = pretend(clipping.observe(), "Block", {1: ABOVE})
     clipping.model.c_attn.weight = nn.Parameter(torch.empty(0))  # what a sharded layer keeps outside of its forward
-    clipped = clipping.clipper.apply(clipping.model, pretend(clipping.probe.compute(), "Block", {1: ABOVE}))
+    clipped = clipping.clipper.apply(clipping.model, statistics)
     assert "sharded over processes" in clipped.refused["Block"]
 
 
 def test_a_sharded_weight_is_refused(tmp_path: Path) -> None:
     clipping = Clipping(Block(), {"x": hidden(21)})
     assert len(clipping.clip("Block", {1: ABOVE}).heads) == 1
+    statistics = pretend(clipping.observe(), "Block", {1: ABOVE})
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         sharded = distribute_tensor(clipping.model.c_attn.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
         clipping.model.c_attn.weight = nn.Parameter(sharded)
-        clipped = clipping.clipper.apply(clipping.model, pretend(clipping.probe.compute(), "Block", {1: ABOVE}))
+        clipped = clipping.clipper.apply(clipping.model, statistics)
     finally:
         torch.distributed.destroy_process_group()
     assert clipped.refused["Block"] == "head 1: its weight is a DTensor: sharded over processes, or quantised"
@@ -529,13 +533,30 @@ def test_processes_do_alike() -> None:
 
     def only_here(known: bool) -> bool:
         asked.append(known)
-        return False
+        return len(asked) < 3  # all processes are well; then one of them knows nothing of the weights
 
     for _ in range(2):
         statistics = pretend(clipping.observe(), "Block", {1: ABOVE})
         clipped = clipping.clipper.apply(clipping.model, statistics, agree=only_here)
     assert clipped.refused == {"Block": "head 1: its weights were not found alike on every process"}
-    assert asked == [True] * 6  # for each head whether its queries, and its keys, are known
+    assert asked == [True] * 4  # twice whether it goes on, then whether queries, and keys, of the head are known
+
+
+def test_processes_stop_alike() -> None:
+    clipping = Clipping(Block(), {"x": hidden(21)})
+    for agreed in (True, False):
+        statistics = pretend(clipping.observe(), "Block", {1: ABOVE})
+        clipped = clipping.clipper.apply(clipping.model, statistics, agree=[lambda _: False, lambda _: True][agreed])
+    assert clipped == Clipped(refused={"Block": "QK-Clip failed on another process"})
+
+
+def test_heads_that_are_spread_over_processes_are_left_alone() -> None:
+    clipping = Clipping(Block(), {"x": hidden(21)})
+    for _ in range(2):
+        own = pretend(clipping.observe(), "Block", {1: ABOVE})["Block"]
+        both = replace(own, logit_max=torch.tensor([1.0, ABOVE, 1, 1, 1, 1]), rows=own.rows.repeat(2), q_rms=None)
+        clipped = clipping.clipper.apply(clipping.model, {"Block": both})
+    assert "other heads than the statistics tell of" in clipped.refused["Block"]
 
 
 def test_one_of_several_processes_does_nothing_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -758,6 +779,8 @@ def test_the_monitor_logs_how_many_heads_it_rescaled_and_says_what_it_refused() 
     assert seen == [len(clipped.heads) for clipped in clipping.clipped]
     assert sum(seen) > 0
 
+    with pytest.warns(AttentionWarning, match=r"QK-Clip: .*block head \d \(largest logit [\d.]+ > 30, weights times 0"):
+        fit(AttentionMonitor(mitigation=QKClip(tau=30.0)))
     with pytest.warns(AttentionWarning, match=r"QK-Clip leaves alone: block \(.*normalised"):
         fit(AttentionMonitor(mitigation=QKClip(tau=0.01)), kind=Normalised)
 

@@ -16,8 +16,16 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from attn_monitor import AttentionMonitor
 from attn_monitor import flight_records as records_module
 from attn_monitor.cli import main
-from attn_monitor.flight_records import Beginning, FlightRecord, Observation, from_json, to_json, write_flight
-from attn_monitor.reports.flight import Flight, as_run, summarize_flight
+from attn_monitor.flight_records import (
+    Beginning,
+    FlightRecord,
+    Observation,
+    flight_name,
+    from_json,
+    to_json,
+    write_flight,
+)
+from attn_monitor.reports.flight import Flight, as_run, newest_flights, summarize_flight
 from attn_monitor.reports.runs import Findings, find_runs, read_runs
 from tests.event_data import HOSTILE, make_run
 from tests.models import LIGHTNING_ADVICE, fit
@@ -62,7 +70,7 @@ def read(directory: Path) -> Findings:
 
 
 def store(folder: Path, record: FlightRecord) -> Path:
-    return write_flight(folder, to_json(record), record.step)
+    return write_flight(folder, to_json(record), flight_name(record.step))
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
 
     monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(OSError, match="No space"):
-        write_flight(tmp_path, "new", 40)
+        write_flight(tmp_path, "new", flight_name(40))
     assert path.read_text() == before
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -300,3 +308,28 @@ def test_a_run_of_tensorboard_is_read_as_before(tmp_path: Path) -> None:
     for name, stored in flight.tables.items():
         if name in run.tables:
             np.testing.assert_allclose(stored.values, run.tables[name].values[:2], rtol=1e-5)
+
+
+def test_observations_with_nan_logits_do_not_read_as_not_measured() -> None:
+    counts = np.zeros((3, 5), np.float32)
+    counts[2, [2, 4]] = 9
+    record = make_flight()
+    tables = {**record.tables, "nonfinite": counts}
+    tables["saturation_ratio"] = np.where(counts > 0, NAN, record.tables["saturation_ratio"])
+    text = summarize_flight(Flight("run", replace(record, tables=tables)))
+    rows = [line.split() for line in text.splitlines()[-3:]]
+    assert rows[2][-10:] == ["nan", "or", "inf", "head", "0", "of", "b.attn", "and", "1", "more"]
+    assert "nan" not in rows[1][-6:]
+
+
+def test_the_records_of_a_second_monitor_are_told_under_its_name(tmp_path: Path) -> None:
+    store(tmp_path / "run", make_flight())
+    write_flight(tmp_path / "run", to_json(make_flight(step=30)), flight_name(30, "monitor2_"))
+    write_flight(tmp_path / "run", to_json(make_flight(step=50)), flight_name(50, "monitor2_"))
+    findings = read(tmp_path)
+    assert [(flight.run, flight.record.step) for flight in findings.flights] == [
+        ("run", 40),
+        ("run (monitor 2)", 30),
+        ("run (monitor 2)", 50),
+    ]
+    assert [flight.record.step for flight in newest_flights(findings.flights)] == [40, 50]

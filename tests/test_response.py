@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import DDPStrategy
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, QKClip, SaturationRule
-from attn_monitor.events import AttentionWarning
+from attn_monitor.events import AttentionWarning, SaturationEvent
+from attn_monitor.notices import Notices, surviving
 from tests.models import LIGHTNING_ADVICE, loader, make_record, quiet
 from tests.test_callback_events import Scripted, fit
 
@@ -33,12 +35,44 @@ def test_a_checkpoint_is_saved_at_the_first_flag_and_when_it_is_critical(tmp_pat
     names = ["attn_monitor-critical-step=4.ckpt", "attn_monitor-flagged-step=1.ckpt"]
     assert sorted(path.name for path in folder.glob("*.ckpt")) == names
     assert [text for text in said if "checkpoint" in text] == [
-        f"AttentionMonitor: step 1: checkpoint saved, {folder}/{names[1]}",
-        f"AttentionMonitor: step 4: checkpoint saved, {folder}/{names[0]}",
+        f"step 1: checkpoint saved, {folder}/{names[1]}",
+        f"step 4: checkpoint saved, {folder}/{names[0]}",
     ]
     saved = torch.load(folder / names[1], weights_only=True)
     assert saved["global_step"] == 2  # after the step that was flagged
     assert "state_dict" in saved
+
+
+class Breaking(Scripted):
+    """Has nan in the queries of head 0 at the steps that are scripted as nan."""
+
+    def loss(self, batch: Any) -> Any:
+        if math.isnan(self.ratios[self.global_step]):
+            with torch.no_grad():
+                self.net.blocks[0].qkv.bias[0] = math.nan
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "kept", "before"),
+    [
+        ([0.3, math.nan, math.nan], [], "none was saved before"),
+        ([0.6, math.nan, math.nan], ["attn_monitor-flagged-step=0.ckpt"], "the last one before is {}"),
+        ([0.3, math.nan, 0.6], ["attn_monitor-flagged-step=2.ckpt"], "none was saved before"),
+    ],
+)
+def test_no_checkpoint_is_saved_while_logits_are_nan(
+    tmp_path: Path, ratios: list[float], kept: list[str], before: str
+) -> None:
+    logger, monitor = CSVLogger(tmp_path), AttentionMonitor(save_checkpoint=True)
+    _, said = fit(Breaking(ratios), monitor, len(ratios), logger=logger)
+    folder = Path(logger.log_dir) / "checkpoints"
+    assert [path.name for path in folder.glob("*.ckpt")] == kept
+    (told,) = [text for text in said if "no checkpoint is saved" in text]
+    assert told == (
+        "step 1: no checkpoint is saved while logits are nan or inf, since the weights may be too; "
+        + before.format(*(folder / name for name in kept))
+    )
 
 
 def test_without_the_option_or_an_event_nothing_is_saved(tmp_path: Path) -> None:
@@ -159,6 +193,108 @@ def test_the_error_of_a_process_without_events_says_where_they_are() -> None:
     )
 
 
+def an_event(step: int, head: int, **more: Any) -> SaturationEvent:
+    settings: dict[str, Any] = {
+        "statistic": "logit_row_std",
+        "value": 9.0,
+        "ratio": 0.6 + head / 1000,
+        "threshold": 0.5,
+    }
+    settings |= {"severity": "warning", "head_dim": 7, **more}
+    return SaturationEvent(step=step, layer="a", head=head, **settings)
+
+
+def said_of(notices: Notices) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        notices.say(aloud=True)
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_number_of_warnings_grows_with_the_logarithm_of_the_number_of_events() -> None:
+    notices, said = Notices(), []
+    for step in range(3000):
+        notices.add_events([an_event(step, step), an_event(step, step, severity="critical")])
+        said.append(said_of(notices))
+    told = [text for texts in said for text in texts]
+    assert len(told) == 2 * 12  # at 1, 2, 4, ... 2048 of each
+    assert all(text.count("\n") <= 2 for text in told)
+    assert told[-1] == (
+        "1024 more heads are newly saturated (2048 events so far), the worst at step 2047: head 2047 of a is "
+        "saturated, logit_row_std 9 is 2.65 x sqrt(d_k=7) (limit 0.5)"
+    )
+    notices.forget_said()  # another fit
+    notices.add_events([an_event(0, 0)])
+    assert said_of(notices)[0].startswith("1 head is newly saturated:\n")
+
+
+def test_another_remedy_gets_a_line_and_one_that_was_told_does_not() -> None:
+    notices, said = Notices(), []
+    for step, remedy in enumerate(["scale", "scale", "norm", "norm", "norm", "norm", "norm", "norm"]):
+        notices.add_events([an_event(step, step, cause=f"likely cause: {remedy}", remedy=remedy)])
+        said += said_of(notices)
+    assert [text.splitlines()[1:] for text in said[1:]] == [[], ["  likely cause: norm; what helps: norm"], []]
+
+
+def test_the_cause_of_many_says_whose_it_is() -> None:
+    notices = Notices()
+    notices.add_events([an_event(3, head, cause=f"likely cause: {head}", remedy="norm") for head in range(7)])
+    (text,) = said_of(notices)
+    lines = text.splitlines()
+    assert lines[0] == "7 heads are newly saturated:"
+    assert lines[1].startswith("  step 3: head 6 of a is saturated")
+    assert lines[6:] == [
+        "    likely cause (for the worst of these, head 6 of a): 6; what helps: norm",
+        "  and 2 more, all in `monitor.events`",
+    ]
+
+
+def test_what_is_nan_is_told_first_and_as_critical() -> None:
+    broken = an_event(3, 1, statistic="nonfinite", severity="critical", ratio=math.inf, value=5)
+    notices = Notices()
+    notices.add_events([an_event(3, 0), broken, an_event(3, 2, statistic="float16_overflow")], "training stops, ")
+    assert [text.splitlines()[0] for text in said_of(notices)] == [
+        "training stops, 1 head is critical, its logits are nan or inf:",
+        "1 head is newly saturated:",
+        "1 head has logits near the end of float16:",
+    ]
+    assert str(AttentionSaturationError([broken])).startswith(
+        "logits are nan or inf\n  step 3: head 1 of a has 5 allowed"
+    )
+    both = AttentionSaturationError([broken, an_event(3, 0, severity="critical")])
+    assert str(both).startswith("attention is critically saturated and logits are nan or inf\n")
+
+
+def test_an_error_that_comes_back_in_other_words_is_told_once() -> None:
+    notices = Notices()
+    said: list[str] = []
+    for step in range(5):
+        with surviving(notices.add, f"judging the record of step {step}"):
+            raise (OSError if step < 3 else ValueError)(f"at 12:0{step}")
+        said += said_of(notices)
+    assert said == [
+        "judging the record of step 0 failed: OSError: at 12:00",
+        "judging the record of step 3 failed: ValueError: at 12:03",
+    ]
+
+
+@pytest.mark.filterwarnings("error::attn_monitor.events.AttentionWarning")
+def test_a_warning_that_is_an_error_starts_with_what_happened() -> None:
+    notices = Notices()
+    notices.add("the scale is missing")
+    with pytest.raises(AttentionWarning, match=r"^the scale is missing$"):
+        notices.say(aloud=True)
+
+
+def test_a_shown_warning_names_the_package_once() -> None:
+    notices = Notices()
+    notices.add("the scale is missing")
+    with pytest.warns(AttentionWarning) as caught:
+        notices.say(aloud=True)
+    shown = warnings.formatwarning(str(caught[0].message), caught[0].category, caught[0].filename, caught[0].lineno)
+    assert shown == "attn_monitor:1: AttentionWarning: the scale is missing\n"
+
+
 def test_warnings_name_no_line_of_the_package() -> None:
     with pytest.warns(AttentionWarning) as caught:
         quiet(callbacks=[AttentionMonitor()]).fit(Scripted([0.6]), loader(1))
@@ -207,7 +343,7 @@ def test_an_error_while_judging_costs_the_judgement_and_nothing_else(monkeypatch
     monitor = AttentionMonitor(on_saturation="raise")
     trainer, said = fit(Scripted([1.5, 1.5], both=True), monitor, 2)
     assert (trainer.global_step, [step for step, _ in monitor.history]) == (2, [0, 1])
-    assert "AttentionMonitor: judging the record of step 0 failed: ZeroDivisionError: ours" in said
+    assert "judging the record of step 0 failed: ZeroDivisionError: ours" in said
 
 
 @pytest.mark.parametrize("flight", [None, 3, {"heads": {"net.blocks.0": float("inf")}}], ids=repr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
 
 from attn_monitor import AttentionMonitor, views
+from attn_monitor.events import AttentionWarning
 from attn_monitor.reports import runs as reading
 from attn_monitor.reports.runs import Findings, ScalarRun, find_runs, read_runs
 from attn_monitor.reports.scalar_summary import summarize_scalars
@@ -257,6 +259,28 @@ def test_a_run_with_only_csv_gives_its_events_too(tmp_path: Path) -> None:
     assert told == {(one.step, one.layer, one.head, one.ratio, one.cause) for one in monitor.events}
     first = [float(str(event["ratio"])) for event in opened if event["step"] == opened[0]["step"]]
     assert first == sorted(first, reverse=True)
+
+
+def test_a_second_monitor_has_a_run_of_its_own_in_csv_and_event_files(tmp_path: Path) -> None:
+    one, two = (AttentionMonitor(modules=f"net.blocks.{index}", statistics=["entropy"]) for index in (0, 1))
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "board")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        trainer = quiet(logger=loggers, callbacks=[one, two], max_steps=3)
+        trainer.fit(Lit("hand", "sdpa", gain=9.0), loader(3))
+    findings = read(tmp_path)
+    named = {run.name.partition("version_0")[2]: run for run in findings.scalar_runs}
+    assert list(named) == ["", " (monitor 2)"]
+    for monitor, layer, run in zip((one, two), ("net.blocks.0", "net.blocks.1"), named.values(), strict=True):
+        opened = [event for event in run.events if event["state"] == "opened"]
+        assert {(event["layer"], event["head"]) for event in opened} == {(layer, 0), (layer, 1)}
+        assert f"attn_entropy/{layer}" in run.scalars
+        assert f"version_0{' (monitor 2)' * (monitor is two)}: 1 layer, 3 observations" in summarize_scalars(run)
+    tabled = {run.name.partition("version_0")[2]: run for run in findings.runs}
+    assert list(tabled) == ["", " (monitor 2)"]
+    assert [list(run.layers) for run in tabled.values()] == [["net.blocks.0"], ["net.blocks.1"]]
+    assert all(set(run.scalars) == {"train_loss", "epoch"} for run in tabled.values())
+    assert all(len(run.events) >= 2 for run in tabled.values())
 
 
 def write_events(folder: Path, *lines: object) -> None:

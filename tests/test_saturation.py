@@ -41,11 +41,26 @@ def events_of(tracker: SaturationTracker, ratios: list[float]) -> list[str]:
         ({"release": 0}, ValueError, r"`release` expects a fraction of the threshold in \(0, 1\], got 0"),
         ({"release": 1.1}, ValueError, r"got 1.1"),
         ({"release": math.nan}, ValueError, r"got nan"),
+        ({"statistic": 3}, TypeError, r"`statistic` expects one of .* got 3 of type int"),
+        ({"relative_to": None}, TypeError, r"`relative_to` expects one of .* got None of type NoneType"),
+        ({"overrides": {3: 0.5}}, TypeError, r"`overrides` expects names or globs of layers as keys, got 3"),
+        ({"overrides": {"": 0.5}}, ValueError, r"`overrides` expects names or globs of layers as keys, got an empty"),
+        ({"overrides": ["a"]}, TypeError, r"`overrides` expects a mapping \{pattern: threshold\}, got \['a'\]"),
     ],
 )
 def test_bad_settings_say_what_was_expected(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SaturationRule(**arguments)
+
+
+def test_overrides_are_shown_and_tell_rules_apart() -> None:
+    shown = repr(SaturationRule(overrides={"decoder.*": 0.8}))
+    assert shown == (
+        "SaturationRule(threshold=None, statistic='logit_row_std', relative_to='sqrt_dk', patience=1, release=0.8, "
+        "overrides={'decoder.*': 0.8})"
+    )
+    assert eval(shown) == SaturationRule(overrides={"decoder.*": 0.8}) != SaturationRule()
+    assert "overrides" not in repr(SaturationRule())
 
 
 def test_ratio_is_the_spread_over_the_root_of_the_head_dimension() -> None:

@@ -45,7 +45,8 @@ def test_events_become_critical_when_the_model_as_a_whole_passes_no_gradient() -
     assert first.ratio == pytest.approx(0.9)
     assert str(first).startswith(
         "step 7: head 0 of a is saturated, logit_row_std 7.2 is 0.9 x sqrt(d_k=64) (limit 0.5), since step 3; "
-        "critical: the model's 8 heads pass on average 41% of the gradient that uniform attention would"
+        "critical: only 41% of the gradient of uniform attention gets through, on average over the model's 8 heads "
+        "(critical below 45%)"
     )
 
 
@@ -57,14 +58,23 @@ def test_the_limit_is_the_mean_over_all_heads() -> None:
         assert [event.severity for event in tracker.events] == ["critical" if critical else "warning"] * 2
 
 
+def test_a_number_that_is_critical_is_never_shown_as_its_limit() -> None:
+    tracker = SaturationTracker(SaturationRule())
+    (event,) = tracker.update(0, {"a": layer([0.6], [0.4499])}).opened
+    assert event.critical_reason == (
+        "only 44% of the gradient of uniform attention gets through the model's only head (critical below 45%)"
+    )
+
+
 def test_a_collapse_without_a_head_above_its_limit_has_an_event_too() -> None:
     tracker = SaturationTracker(SaturationRule())
     (event,) = tracker.update(5, {"a": layer([0.4, 0.3, 0.4], [0.3, 0.2, 0.4], q_rms=[1.0, 4.0, 1.0])}).opened
     assert (event.head, event.statistic, event.severity) == (1, "jacobian_trace", "critical")
     assert event.value == pytest.approx(0.2)
     assert str(event) == (
-        "step 5: head 1 of a passes 20.0% of the gradient that uniform attention would (jacobian_trace); critical: the "
-        "model's 3 heads pass on average 30% of the gradient that uniform attention would\n"
+        "step 5: head 1 of a passes 20.0% of the gradient that uniform attention would (jacobian_trace); critical: "
+        "only 30% of the gradient of uniform attention gets through, on average over the model's 3 heads (critical "
+        "below 45%)\n"
         "  likely cause: q_rms is 4 (usual: about 1); what helps: lower the learning rate or warm up longer; QK-norm, "
         "QK-clip, or weight decay on W_q and W_k"
     )
@@ -88,7 +98,10 @@ def test_a_saturated_softcap_is_a_collapse_that_the_softmax_does_not_show() -> N
     capped = {"qk_std": [300.0, 250.0, 180.0], "logit_std": [19.0, 19.0, 19.0]}
     (event,) = tracker.update(0, {"a": layer([0.4, 0.4, 0.4], [0.9, 0.8, 0.7], **capped)}).opened
     assert (event.head, event.severity) == (2, "critical")
-    assert event.critical_reason == "its softcap is saturated, the median head's scale * q.k is 13 times as wide"
+    assert event.critical_reason == (
+        "the softcap is saturated, for the median head scale * q.k spreads 13.2 times as far as the logits after it "
+        "(critical above 10)"
+    )
     used = {"qk_std": [60.0, 250.0, 60.0], "logit_std": [19.0, 19.0, 19.0]}
     assert SaturationTracker(SaturationRule()).update(0, {"a": layer([0.4] * 3, [0.9] * 3, **used)}).opened == []
 

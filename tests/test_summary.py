@@ -127,9 +127,9 @@ def test_the_first_event_is_the_worst_head_of_its_step() -> None:
     events = [make_event(20, LAYERS[0], head, ratio=ratio) for head, ratio in enumerate([0.51, 0.74, 0.62])]
     lines = summarize(replace(collapsing(), events=[*events, make_event(30, LAYERS[1], 2, ratio=2.4)])).splitlines()
     assert lines[1] == "  first event: step 20: head 1 of encoder.0 is saturated"
-    broken = make_event(20, LAYERS[1], 0, statistic="nonfinite", ratio=None)
+    broken = make_event(20, LAYERS[1], 0, statistic="nonfinite", ratio=None, severity="critical")
     lines = summarize(replace(collapsing(), events=[*events, broken])).splitlines()
-    assert lines[1] == "  first event: step 20: head 0 of decoder.0 is saturated"
+    assert lines[1] == "  first event, critical: step 20: head 0 of decoder.0 is saturated"
 
 
 def test_an_evaluation_says_that_it_opens_no_events_and_what_is_above_the_limit() -> None:
@@ -166,6 +166,66 @@ def test_heads_with_nan_come_first() -> None:
     lines = summarize(replace(run, tables=tables, events=[*run.events, broken])).splitlines()
     assert lines[5].split()[:7] == ["head", "1", "of", "encoder.0", "-", "-", "30"]
     assert lines[6].startswith("  head 2 of decoder.0  2.4")
+
+
+def turned_nan() -> RunData:
+    """Return the collapsing run whose sick head has nan logits from step 20 on; one table ends with its numbers."""
+    run, tables = collapsing(), {}
+    for name, table in run.tables.items():
+        values = table.values.copy()
+        values[2:, SICK[0], SICK[1]] = np.nan
+        tables[name] = Table(table.steps, values)
+    tables["entropy_normalized"] = Table(run.steps[:2], tables["entropy_normalized"].values[:2])
+    tables["nonfinite"] = make_table(0.0, [0, 0, 9, 9])
+    scalars = {"train_loss": make_series(4.0, 3.0, np.nan, np.nan)}
+    return replace(run, tables=tables, scalars=scalars)
+
+
+def test_a_head_that_ends_with_nan_logits_says_so_and_since_when() -> None:
+    assert summarize(turned_nan()).splitlines() == [
+        "version_0: 2 layers of 3 heads, 4 observations, steps 0 to 30",
+        "  first event: step 20: head 2 of decoder.0 is saturated, for a reason",
+        "  1 head flagged, 1 of them critical, 1 still open at the end",
+        "  1 of 6 heads has nan or inf logits at the end, since step 20: head 2 of decoder.0",
+        "",
+        "  worst heads          largest ratio  at step  flagged at  entropy_normalized at end  grad_logits_norm at end",
+        "  head 2 of decoder.0  0.3            10       20          nan since 20               nan since 20",
+        "",
+        "  what grew, from the first observation to the largest ratio:",
+        "    head 2 of decoder.0: logit_row_std 1.2 to 2.4, 2x = q_rms 2x (100 %)",
+        "      likely cause: q_rms grew 2x since step 0",
+        "",
+        "  beside it                    step 0  step 20 (first event)  step 30",
+        "  train_loss                   4       nan                    nan",
+        "  grad_logits_norm, all heads  3       0                      0",
+    ]
+
+
+def test_gradients_that_are_nan_everywhere_do_not_read_as_the_last_ones_that_were_not() -> None:
+    run = turned_nan()
+    values = run.tables["grad_logits_norm"].values.copy()
+    values[2:] = np.nan
+    run = replace(run, tables={**run.tables, "grad_logits_norm": Table(run.steps, values)})
+    assert summarize(run).splitlines()[-1].split() == ["grad_logits_norm,", "all", "heads", "3", "nan", "nan"]
+
+
+def test_logits_that_recovered_are_not_broken_at_the_end_and_a_layer_that_did_not_run_stays_as_it_was() -> None:
+    run = turned_nan()
+    recovered = replace(run, tables={**run.tables, "nonfinite": make_table(0.0, [0, 9, 9, 0])})
+    assert "at the end" not in summarize(recovered).splitlines()[3]
+    dropped = replace(run, tables={**run.tables, "nonfinite": make_table(0.0, [0, 9, np.nan, 9])})
+    assert "1 of 6 heads has nan or inf logits at the end, since step 10" in summarize(dropped)
+    several = make_table(3.0, [0, 0, 9, np.nan])
+    text = summarize(replace(run, tables={**run.tables, "nonfinite": several}))
+    assert "  6 of 6 heads have nan or inf logits at the end, the first since step 0: head 0 of encoder.0\n" in text
+
+
+def test_a_validation_that_ends_with_nan_says_so_without_events() -> None:
+    run = replace(turned_nan(), name=run_name("version_0", "monitor2_val_"), events=[])
+    lines = summarize(run).splitlines()
+    assert lines[0].startswith("version_0 (monitor 2, validation): 2 layers")
+    assert lines[1].startswith("  no events, as only training opens them")
+    assert "  1 of 6 heads has nan or inf logits at the end, since step 20: head 2 of decoder.0" in lines
 
 
 def with_tables(**tables: Sequence[float]) -> RunData:
@@ -316,6 +376,24 @@ def test_a_run_with_only_scalars_has_its_events() -> None:
 def test_scalars_prefer_what_the_rule_judges_by() -> None:
     run = scalar_run(**{"attn_logit_row_std_max/a.0": make_series(1, np.nan, 5, 2)})
     assert summarize_scalars(run).splitlines()[6].split() == ["a.0", "5", "20", "1", "2"]
+
+
+def test_a_layer_that_ends_with_nan_is_the_worst_and_its_last_number_is_not_taken_for_the_end() -> None:
+    nan, never = make_series(0.9, 0.8, np.nan, np.nan), make_series(np.nan, np.nan, np.nan, np.nan)
+    more = {"attn_entropy_normalized_min/b": nan, "attn_entropy_normalized_min/c": never}
+    run = scalar_run(**more, **{"attn_monitor/saturation_ratio_max": make_series(0.1, 0.6, np.nan, np.nan)})
+    event = make_event(20, "b", 1, kind="nonfinite", ratio=None, severity="critical")
+    run = replace(run, events=[event], others={"train_loss": make_series(4, 3, np.nan, np.nan)})
+    lines = summarize_scalars(run).splitlines()
+    assert "  largest saturation_ratio: 0.6 at step 10, nan since 20 at the end" in lines
+    assert "  head 1 of b    20          nan or inf  critical    -" in lines
+    assert [line.split() for line in lines[-7:-3]] == [
+        ["b", "0.8", "10", "0.9", "nan", "since", "20"],
+        ["c", "-", "-", "nan", "nan", "since", "0"],
+        ["a.1", "0.3", "10", "0.9", "0.6"],
+        ["a.0", "0.7", "20", "0.9", "0.8"],
+    ]
+    assert lines[-1].split() == ["train_loss", "4", "nan", "since", "20"]
 
 
 def test_a_healthy_run_with_only_scalars() -> None:

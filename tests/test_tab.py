@@ -84,7 +84,7 @@ def test_after_a_fit_the_routes_return_what_was_measured(tmp_path: Path) -> None
     logger = TensorBoardLogger(tmp_path, name="fit")
     monitor = AttentionMonitor(statistics=["entropy_normalized", "logit_row_std"], stages=["train", "validate"])
     model = Lit("hand", "sdpa", gain=6.0)
-    with pytest.warns(AttentionWarning, match="newly saturated"):
+    with pytest.warns(AttentionWarning, match="critical"):
         quiet(callbacks=[monitor], logger=logger).fit(model, loader(5), loader(2))
     board = LocalBoard(tmp_path)
     run, validation = board.get("runs").body

@@ -351,15 +351,13 @@ def test_extreme_values_have_buckets(values: list[float]) -> None:
 def publish(folder: Path, layers: int, heads: int, chosen: frozenset[str], steps: int = 1) -> list[str]:
     """Publish records of random numbers to a TensorBoard logger; return what was reported."""
     logger = TensorBoardLogger(folder, name="", version="")
-    trainer: Any = SimpleNamespace(
-        is_global_zero=True, loggers=[logger], _logger_connector=SimpleNamespace(_callback_metrics={})
-    )
+    loop: Any = SimpleNamespace(is_global_zero=True, loggers=[logger], metrics={})
     reported: list[str] = []
     publisher = Publisher(chosen, RULE, "", reported.append)
     values: dict[str, Any] = {name: torch.rand(heads).tolist() for name in sorted(ALL)}
     record = {f"model.layers.{layer}.self_attn": make_record(heads, **values) for layer in range(layers)}
     for step in range(steps):
-        publisher.publish(trainer, step, record, 0)
+        publisher.publish(loop, step, record, 0)
     logger.finalize("success")
     return reported
 

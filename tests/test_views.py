@@ -143,6 +143,26 @@ def test_stages_are_runs_of_their_own() -> None:
     assert names == [("x", 1.0), ("x (validation)", 2.0)]
 
 
+def test_a_second_monitor_is_a_run_of_its_own() -> None:
+    order = ["", "test_", "monitor2_", "monitor2_val_", "monitor10_"]
+    tensors = {f"{prefix}attn_monitor/q_rms": [(0, head(index))] for index, prefix in enumerate(order)}
+    assert views.stages(reversed(tensors)) == order
+    names = [views.assemble("x", tensors, {}, prefix=prefix).name for prefix in order]
+    assert names == ["x", "x (test)", "x (monitor 2)", "x (monitor 2, validation)", "x (monitor 10)"]
+    assert views.assemble("x", tensors, {}, prefix="monitor2_").tables["q_rms"].values.item() == 2
+    tags = ["monitor2_attn_entropy/a", "monitor2_val_attn/entropy_min", "monitor2_loss", "monitor_attn_x/a"]
+    assert [tag for tag in tags if views.is_users(tag)] == ["monitor2_loss", "monitor_attn_x/a"]
+
+
+def test_events_of_one_step_have_the_worst_head_first() -> None:
+    written = [
+        {"step": 7, "layer": "a", "head": number, "state": "opened", "ratio": ratio, "threshold": 0.5}
+        for number, ratio in enumerate([0.6, None, 0.9])
+    ]
+    tensors = {"attn_monitor/event_records": [(7, strings(*map(json.dumps, written)))]}
+    assert [event["head"] for event in views.assemble("x", tensors, {}).events] == [1, 2, 0]
+
+
 def test_names_that_were_lost_are_numbered_and_no_data_is_no_step() -> None:
     run = views.assemble("x", {"attn_monitor/q_rms": [(0, head(1, (3, 2)))]}, {})
     assert run.layers == ["layer 0", "layer 1", "layer 2"]

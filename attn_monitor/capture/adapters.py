@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_monitor.capture import functions as fn
+from attn_monitor.capture.cuts import Cut, local_gradient
+from attn_monitor.capture.distributed import local_operands, shard_of_axes, shard_of_cuts
 from attn_monitor.capture.layout import Axis, Layout, fresh, sizes
 from attn_monitor.capture.products import Number
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
 from attn_monitor.capture.tags import Tag, TagStore
 from attn_monitor.records import AttentionCall
+from attn_monitor.tensor_parallel import is_distributed
 
 POOLED_HEADS = "the heads, if there are several, are folded into the batch and could not be told apart: pooled as one"
 
@@ -24,8 +28,11 @@ def check_measurable(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_nested:
             raise UnmeasurableError("nested tensors are not measured; pass padded tensors to observe_attention")
-        if type(tensor).__name__ == "DTensor":
-            raise UnmeasurableError("distributed tensors are not measured")
+        if is_distributed(tensor):
+            raise UnmeasurableError(
+                "distributed tensors (DTensor) are measured in scaled_dot_product_attention and softmax only; pass "
+                "their local parts, x.to_local(), to this function or to observe_attention"
+            )
         if tensor.device.type == "meta":
             raise UnmeasurableError("tensors on the meta device hold no numbers")
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -46,6 +53,10 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     query, key, value, mask, dropout, causal, scale = (
         fn.argument(args, kwargs, i, name) for i, name in enumerate(names)
     )
+    given = query, key, value
+    how: tuple[Cut, ...] | None = None
+    if any(map(is_distributed, (*given, mask))):
+        (query, key, value), mask, how = local_operands(tags, given, mask)
     check_measurable(query, key, value)
     if min(query.dim(), key.dim(), value.dim()) < 2 or query.shape[-1] != key.shape[-1] or not query.shape[-1]:
         return None
@@ -78,11 +89,22 @@ def from_sdpa(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         head_dim=query.shape[-1],
         dropout=bool(dropout),
     )
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     kept = mask is None and all(x.grad_fn is not None and x._version == 0 for x in (query, key, value))
-    return Sighting(
+    sighting = Sighting(
         call=call, logits=None, canonical=fold, differentiable=differentiable, note=note, path="sdpa", kept=kept
     )
+    if how is None:
+        shard, placed = shard_of_axes(_head_axes(found[0]), found[0][-1])
+        return replace(sighting, shard=shard, placed=placed)
+    local = local_gradient(how, (*given[0].shape[:-1], given[2].shape[-1]))
+    return replace(sighting, canonical=lambda tensor: fold(local(tensor)), shard=shard_of_cuts(how, 1), placed=True)
+
+
+def _head_axes(query: Layout) -> Sequence[Axis]:
+    if len(query) == 3:
+        return [query[0][i] for i in _groups(query[0], query[-1])[1]]
+    return query[-3] if len(query) > 3 else ()
 
 
 def _widened(tensors: tuple[Tensor, Tensor, Tensor], *, grouped: bool) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -24,7 +24,9 @@ from attn_monitor.capture import (
 )
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.layout import fresh
+from attn_monitor.capture.local_tags import follow_parts
 from attn_monitor.capture.tags import Step, Tag, TagStore
+from attn_monitor.tensor_parallel import NoCommunication, is_distributed
 from attn_monitor.unseen import unseen
 
 Rule: TypeAlias = Callable[[TagStore, Step], None]
@@ -107,7 +109,13 @@ def follow(tags: TagStore, function: fn.Function, args: tuple[Any, ...], kwargs:
         args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
     step = Step(known, args, kwargs, out, function)
     with unseen():
-        if not (isinstance(out, Tensor) and out.is_nested):  # which has no axes to speak of
+        if isinstance(out, Tensor) and out.is_nested:  # which has no axes to speak of
+            return
+        if is_distributed(out[0] if isinstance(out, (tuple, list)) and out else out):
+            with NoCommunication():  # type: ignore[no-untyped-call] # torch has no hints for it
+                rule(tags, step)
+                follow_parts(tags, out)
+        else:
             rule(tags, step)
 
 

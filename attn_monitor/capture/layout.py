@@ -15,6 +15,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from attn_monitor.tensor_parallel import HeadShard
+
 Role: TypeAlias = Literal["left", "right"]
 
 
@@ -29,6 +31,8 @@ class Axis:
         cut: The axis whose outer (0) or inner (1) half it is: together the halves are that axis again.
         channels: Whether it was made by a weight: a softmax over it is a router's or a classifier's.
         stride: How many entries of the parent are from one of its own to the next.
+        shard: Which part of the features of a projection it is or was split from, where they are spread over processes;
+            the reason where that is not known.
     """
 
     size: int
@@ -37,12 +41,13 @@ class Axis:
     cut: tuple[Axis, int] | None = None
     channels: bool = False
     stride: int = 1
+    shard: HeadShard | str | None = None
 
     def resized(self, size: int) -> Axis:
         """Return the axis that remains of this one after slicing or concatenation."""
         if size == self.size:
             return self
-        return Axis(size, self.parent, self.role, channels=self.channels, stride=self.stride)
+        return Axis(size, self.parent, self.role, None, self.channels, self.stride, self.shard)
 
 
 Layout: TypeAlias = tuple[tuple[Axis, ...], ...]
@@ -64,7 +69,9 @@ def settled(layout: Layout) -> Layout:
         return layout
     return tuple(
         tuple(
-            axis if axis.role is None else Axis(axis.size, axis.parent, channels=axis.channels, stride=axis.stride)
+            axis
+            if axis.role is None
+            else Axis(axis.size, axis.parent, None, None, axis.channels, axis.stride, axis.shard)
             for axis in dim
         )
         for dim in layout
@@ -109,8 +116,8 @@ def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
                 # A second split of the same axis yields siblings of the first: they share the outermost parent.
                 parent = axis.parent or axis
                 inner = axis.size // missing
-                dim.append(Axis(missing, parent, axis.role, (axis, 0), axis.channels, axis.stride * inner))
-                remaining.insert(0, Axis(inner, parent, axis.role, (axis, 1), axis.channels, axis.stride))
+                dim.append(Axis(missing, parent, axis.role, (axis, 0), axis.channels, axis.stride * inner, axis.shard))
+                remaining.insert(0, Axis(inner, parent, axis.role, (axis, 1), axis.channels, axis.stride, axis.shard))
                 missing = 1
             else:
                 return None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from attn_monitor.capture.naming import Selection, Selector
-from attn_monitor.settings import describe
+from attn_monitor.settings import describe, takes
 
 _LISTED = 20
 """How many module names an error lists at most: the largest models have tens of thousands."""
@@ -22,7 +22,7 @@ def checked_selection(modules: Selection | Iterable[Selector]) -> Selection:
 
     Raises:
         TypeError: If it is neither a name, a glob, a module type, a predicate, nor a list of these.
-        ValueError: If it is an empty list.
+        ValueError: If it is an empty list or an empty name.
     """
     if isinstance(modules, Iterable) and not isinstance(modules, (str, Sequence, nn.Module, type)):
         modules = sorted(modules, key=describe) if isinstance(modules, (set, frozenset)) else list(modules)
@@ -39,6 +39,13 @@ def _check_selector(selector: Any) -> None:
         raise TypeError("`modules` got a module itself. Pass its name, its type or a predicate.")
     if isinstance(selector, type) and not issubclass(selector, nn.Module):
         raise TypeError(f"`modules` got the type {selector.__name__}, which is not a torch.nn.Module.")
+    if isinstance(selector, str) and not selector:
+        raise ValueError("`modules` has an empty name. Pass None to discover all attention, or a name or glob.")
+    if callable(selector) and not isinstance(selector, type) and not takes(selector, 2):
+        raise TypeError(
+            "`modules` expects a predicate (name, module) -> bool, got "
+            f"{describe(selector)}, which cannot be called with two arguments."
+        )
     if not isinstance(selector, str) and not callable(selector):
         raise TypeError(
             "`modules` expects a module name or glob, a module type, a predicate (name, module) -> bool, or a list "

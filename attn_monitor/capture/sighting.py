@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from attn_monitor.records import AttentionCall
+from attn_monitor.tensor_parallel import HeadShard
 
 
 class UnmeasurableError(Exception):
@@ -30,6 +31,8 @@ class Sighting:
         make: Makes the call again; given where keeping it for the backward pass would cost memory.
         kept: Whether autograd keeps query and key as they are for the backward pass of a kernel: results of this
             forward pass, with no mask beside them, to which nothing has been written.
+        shard: Which part of the heads it has, `None` where it has them all.
+        placed: Whether that is known.
     """
 
     call: AttentionCall
@@ -40,6 +43,8 @@ class Sighting:
     path: str = ""
     make: Callable[[], AttentionCall] | None = None
     kept: bool = False
+    shard: HeadShard | None = None
+    placed: bool = False
 
 
 class Sink(Protocol):

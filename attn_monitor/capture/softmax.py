@@ -13,11 +13,15 @@ from torch import Tensor
 from attn_monitor.capture import functions as fn
 from attn_monitor.capture.adapters import POOLED_HEADS, check_measurable
 from attn_monitor.capture.canonical import canonical_factors
+from attn_monitor.capture.cuts import Cut, local_gradient
+from attn_monitor.capture.distributed import shard_of_axes, shard_of_scores
 from attn_monitor.capture.layout import Axis
+from attn_monitor.capture.local_tags import local_scores
 from attn_monitor.capture.products import Product
 from attn_monitor.capture.sighting import Sighting
 from attn_monitor.capture.tags import SinkColumn, Tag, TagStore
 from attn_monitor.records import AttentionCall
+from attn_monitor.tensor_parallel import is_distributed
 
 UNKNOWN_SCALE = (
     "its scores are multiplied by a factor that is not the same within a head (one per sample, say), so the scale, and "
@@ -100,10 +104,15 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     dim %= logits.dim()
     if not is_attention(tag, dim):
         return None
-    check_measurable(logits)
+    part, whole = logits, tuple(logits.shape)
+    how: tuple[Cut, ...] = ()
+    if is_distributed(logits):
+        tag, part, how = local_scores(tag, logits, dim)
+    check_measurable(part)
     product = tag.product
+    assert product is not None, "it stays when the scores are cut"
     # A softmax does not notice what is subtracted from a whole row; where the user did, it would hide the logits.
-    given = logits.detach() if tag.shift is None else logits.detach() + tag.shift
+    given = part.detach() if tag.shift is None else part.detach() + tag.shift
     sink = tag.sink if tag.sink is not None and tag.layout[dim] == (tag.sink.axis,) else None
     keys = _keys_only(dim, sink)
     arrangement, swapped = _arrange(keys(given), tag, product, dim)
@@ -132,8 +141,15 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         notes.append(NO_LONGER_SCALED if tag.bent else UNKNOWN_SCALE)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
 
+    local = local_gradient(how, whole) if is_distributed(logits) else None
+
     def canonical(tensor: Tensor) -> Tensor:
-        return arrangement(keys(tensor))
+        return arrangement(keys(tensor if local is None else local(tensor)))
+
+    if is_distributed(logits):
+        shard, placed = shard_of_scores(tag, heads, how), True
+    else:
+        shard, placed = shard_of_axes(*_axes_of_queries(tags, product, swapped=swapped))
 
     sighting = Sighting(
         call=call,
@@ -142,10 +158,23 @@ def from_softmax(tags: TagStore, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         differentiable=differentiable,
         note="; ".join(notes),
         path="softmax",
+        shard=shard,
+        placed=placed,
     )
     # Keys that a layer generated, all of a sample at once, may be a classifier's weights.
     generated = any(axis.channels for axis in tag.layout[dim])
     return sighting, tag._replace(doubted=tag.doubted or generated)
+
+
+def _axes_of_queries(tags: TagStore, product: Product, *, swapped: bool) -> tuple[list[Axis], list[Axis]]:
+    """Return the axes of the queries that the scores have too, and those that met the keys."""
+    query, dims = (product.right, product.right_dims) if swapped else (product.left, product.left_dims)
+    tag = tags.get(query)
+    if tag is None or len(tag.layout) != len(dims):
+        return [], []
+    named = list(zip(dims, tag.layout, strict=True))
+    stay = [axis for dim, axes in named if dim in product.out_dims for axis in axes]
+    return stay, [axis for dim, axes in named if dim not in product.out_dims for axis in axes]
 
 
 def _with_sum(masks: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -49,6 +49,11 @@ class Snapshot:
     joined: bool
 
     @property
+    def observed(self) -> list[str]:
+        """The layers that are in the record."""
+        return [layer for layer, limit in zip(self.layers, self.limits, strict=True) if not math.isnan(limit)]
+
+    @property
     def above(self) -> NDArray[np.bool_]:
         """Which heads are above the limit, or have logits that are nan or inf, [layers, heads]."""
         found = self.broken
@@ -75,9 +80,14 @@ class Rows:
         self._heads: dict[str, int] = dict(heads or {})
         self._head_dims: dict[str, int | None] = {}
         self._taken: dict[str, int] | None = None
+        self._names: dict[str, None] = {}
 
     def take(self, step: int, statistics: Mapping[str, AttentionStatistics], rule: SaturationRule) -> Snapshot:
-        """Return a record as tables; layers seen before and absent from it have rows of nan."""
+        """Return a record as tables; layers seen before and absent from it have rows of nan.
+
+        Statistics seen before and without a number in this record are tables of nan, or what is shown of them would
+        be the last healthy one.
+        """
         for layer, stats in statistics.items():
             self._heads[layer] = max(stats.heads, self._heads.get(layer, 0))
             self._head_dims[layer] = stats.head_dim
@@ -93,6 +103,11 @@ class Rows:
                 if name not in _NOT_PER_HEAD:
                     found.setdefault(name, {})[rows[layer]] = values
         dims = [math.nan if dim is None else dim for dim in (self._head_dims.get(layer) for layer in self._heads)]
+        tables = _tables(found, shape)
+        for name in self._names if statistics else ():
+            if name not in tables:
+                tables[name] = np.full(shape, math.nan, dtype=np.float32)
+        self._names.update(dict.fromkeys(tables))
         joined, self._taken = self._taken != self._heads, dict(self._heads)
         return Snapshot(
             step=step,
@@ -100,7 +115,7 @@ class Rows:
             heads=tuple(self._heads.values()),
             head_dims=np.array(dims, dtype=np.float32),
             limits=limits,
-            tables=_tables(found, shape),
+            tables=tables,
             joined=joined,
         )
 
@@ -126,14 +141,21 @@ def _places(rows: tuple[int, ...], heads: tuple[int, ...]) -> tuple[NDArray[np.i
 
 
 def overview(snapshot: Snapshot, chosen: Iterable[str], saturated_heads: int) -> dict[str, float]:
-    """Return what is shown on top: how many heads are saturated, and the worst head of the whole model."""
+    """Return what is shown on top: how many heads are saturated, and the worst head of the whole model.
+
+    That is nan if nan or inf logits left a head without a number.
+    """
     found = {"saturated_heads": float(saturated_heads)}
     for name in (RATIO, *(name for name in _OVERVIEW if name in set(chosen))):
         values = snapshot.tables.get(name)
         finite = values[np.isfinite(values)] if values is not None else np.empty(0)
-        if finite.size:
-            down = name in STATISTICS and STATISTICS[name].worse == "down"
-            found[f"{name}_{'min' if down else 'max'}"] = float(finite.min() if down else finite.max())
+        lost = snapshot.broken if values is None else snapshot.broken & np.isnan(values)
+        down = name in STATISTICS and STATISTICS[name].worse == "down"
+        tag = f"{name}_{'min' if down else 'max'}"
+        if lost.any():
+            found[tag] = math.nan
+        elif finite.size:
+            found[tag] = float(finite.min() if down else finite.max())
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from attn_monitor.catalog import STATISTICS
 from attn_monitor.dashboards.fast_records import hasten_checksums
+from attn_monitor.dashboards.given import Given
 from attn_monitor.dashboards.growth import Growth
 from attn_monitor.dashboards.layout import bands, categories_written, is_ours
 from attn_monitor.dashboards.pictures import Picture
@@ -66,6 +67,7 @@ class Dashboard:
         self._prefix = prefix
         self._layout = layout
         self._growth = Growth()
+        self._overview = Given()
         self._described: set[str] = set()
         self._given_up: set[str] = set()
         self._broken: set[tuple[int, str]] = set()
@@ -100,6 +102,7 @@ class Dashboard:
         saturated_heads: int = 0,
         pictures: Mapping[str, Picture] | None = None,
         curves: int = 0,
+        lost: Collection[str] | None = (),
     ) -> list[str]:
         """Make everything of a record but its scalars, for `send`.
 
@@ -111,6 +114,7 @@ class Dashboard:
             saturated_heads: How many heads have an open event.
             pictures: The pictures of `names`, on the steps that have some; the summary is written with them.
             curves: The number of scalar tags, which the legend tells.
+            lost: As in `Given.completed`.
 
         Returns:
             What failed, in words.
@@ -121,7 +125,7 @@ class Dashboard:
         summaries = Summaries(self._described, self._prefix)
         self._prepared = _Prepared(snapshot, page, pictures or {}, summaries)
         kinds: dict[str, Callable[[], None]] = {
-            "overview": lambda: self._add_overview(summaries, snapshot, saturated_heads),
+            "overview": lambda: self._add_overview(summaries, snapshot, saturated_heads, lost),
             "texts": lambda: self._add_texts(summaries, snapshot, page, summary, curves),
             "images": lambda: self._add_pictures(summaries, pictures or {}),
             "histograms": lambda: self._add_histograms(summaries, snapshot),
@@ -182,9 +186,12 @@ class Dashboard:
             "histograms": partial(self._write_histograms, prepared=prepared),
         }
 
-    def _add_overview(self, summaries: Summaries, snapshot: Snapshot, saturated_heads: int) -> None:
-        for name, value in overview(snapshot, self._chosen, saturated_heads).items():
-            tag = f"{OVERVIEW}/{name}"
+    def _add_overview(
+        self, summaries: Summaries, snapshot: Snapshot, saturated_heads: int, lost: Collection[str] | None
+    ) -> None:
+        found = overview(snapshot, self._chosen, saturated_heads)
+        tags = {f"{OVERVIEW}/{name}": value for name, value in found.items()}
+        for tag, value in self._overview.completed(tags, snapshot.observed, lost).items():
             summaries.scalar(tag, value, partial(describe_scalar, tag))
 
     def _add_texts(self, summaries: Summaries, snapshot: Snapshot, page: str, summary: str, curves: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from attn_monitor.dashboards.growth import Growth, most_grown
 from attn_monitor.dashboards.tables import Snapshot
-from attn_monitor.events import SaturationEvent
+from attn_monitor.events import SaturationEvent, by_topic, heading, worst_first
 from attn_monitor.growth import PRODUCT
 from attn_monitor.scales import RATIO, scale_of
 from attn_monitor.tags import definition, direction
@@ -41,9 +41,8 @@ def event_page(step: int, changes: Changes) -> str:
     All of a step stand on one page, since TensorBoard keeps one text for a tag and step.
     """
     parts: list[str] = []
-    for title, events in (("newly saturated", changes.opened), ("now critical", changes.escalated)):
-        if events:
-            parts += [f"#### step {step}: {_heads(len(events))} {title}", *_event_sections(events)]
+    for topic, events in by_topic([*changes.opened, *changes.escalated]).items():
+        parts += [f"#### step {step}: {heading(topic, len(events))}", *_event_sections(events)]
     if changes.ended:
         names = [f"head {event.head} of {escape(event.layer)}" for event in changes.ended[:_LISTED]]
         names += _more(changes.ended)
@@ -52,7 +51,7 @@ def event_page(step: int, changes: Changes) -> str:
 
 
 def _event_sections(events: Sequence[SaturationEvent]) -> list[str]:
-    worst = sorted(events, key=lambda event: event.ratio / event.threshold, reverse=True)[:_LISTED]
+    worst = worst_first(events)[:_LISTED]
     sections = [f"**{event.severity}**: {escape(event.line)}" for event in worst]
     known = [name for name in (*PRODUCT, "logit_max") if any(getattr(event, name) is not None for event in worst)]
     rows = [
@@ -70,6 +69,9 @@ def summary_page(snapshot: Snapshot, growth: Growth, saturated_heads: int) -> st
     observed = sum(heads for heads, limit in zip(snapshot.heads, snapshot.limits, strict=True) if not np.isnan(limit))
     layers = f"{len(snapshot.layers)} layer{'' if len(snapshot.layers) == 1 else 's'}"
     start = f"**step {snapshot.step}: {saturated_heads} of {_heads(observed)} saturated**, in {layers}"
+    if broken := int(snapshot.broken.sum()):
+        told = f"{saturated_heads} of {_heads(observed)} with an event, {broken} of them with nan or inf logits"
+        start = f"**step {snapshot.step}: {told}**, in {layers}"
     if ratios is None or not (np.isfinite(ratios).any() or snapshot.broken.any()):
         return f"{start}; no saturation ratio was measured."
     severity = np.nan_to_num(ratios / snapshot.limits[:, None], nan=-1.0, posinf=np.inf)

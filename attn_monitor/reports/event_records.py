@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from attn_monitor.stored_events import EventRecord, names_a_head, parsed, worst_first
 from attn_monitor.views import settle
-
-EventRecord = Mapping[str, object]
 
 
 def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
@@ -28,9 +24,9 @@ def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
         notes.append(f"{path} could not be read: {error.strerror or error}")
         return []
     for line in filter(str.strip, lines):
-        event = _parsed(line)
+        event = parsed(line)
         step = event.get("step")
-        if not (isinstance(step, int) and isinstance(event.get("layer"), str) and isinstance(event.get("head"), int)):
+        if not (isinstance(step, int) and names_a_head(event)):
             damaged += 1
             continue
         if not steps or steps[-1][0] != step:
@@ -41,37 +37,6 @@ def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
     return worst_first([event for _, events in settle(steps) for event in events.values()])
 
 
-def _parsed(line: str) -> EventRecord:
-    try:
-        event = json.loads(line, parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
-        return {}
-    return event if isinstance(event, dict) else {}
-
-
-def worst_first(events: Iterable[EventRecord]) -> list[EventRecord]:
-    """Return events with the worst head first among those that say the same of one step, as the log does."""
-    groups = groupby(events, lambda event: (event.get("step"), event.get("state")))
-    return [event for _, group in groups for event in sorted(group, key=_badness, reverse=True)]
-
-
-def _badness(event: EventRecord) -> float:
-    """Return the ratio by its limit; where none could be stored, it was not finite."""
-    ratio, limit = number(event, "ratio"), number(event, "threshold")
-    if math.isnan(ratio):
-        return math.inf
-    return ratio / limit if limit > 0 else ratio
-
-
-def number(event: EventRecord, name: str) -> float:
-    """Return a number of an event, nan where there is none."""
-    value = event.get(name)
-    try:
-        return float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
-        return math.inf
-
-
 def event_lines(events: Sequence[EventRecord]) -> list[str]:
     """Return which event came first, and how many heads there were; nothing where no head was flagged."""
     opened = [event for event in worst_first(events) if event.get("state") == "opened"]
@@ -79,8 +44,9 @@ def event_lines(events: Sequence[EventRecord]) -> list[str]:
         return []
     flagged = {place(event) for event in opened}
     critical = {place(event) for event in events if event.get("severity") == "critical"}
+    critically = ", critical" if opened[0].get("severity") == "critical" else ""
     return [
-        f"  first event: {opened[0].get('message') or _plain(opened[0])}",
+        f"  first event{critically}: {opened[0].get('message') or _plain(opened[0])}",
         f"  {count(flagged, 'head')} flagged, {len(critical)} of them critical, {len(open_heads(events))} still open "
         "at the end",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_monitor.flight_records import FlightRecord, from_json
+from attn_monitor.flight_records import FLIGHT_FILE, FlightRecord, from_json
 from attn_monitor.reports.event_records import count
 from attn_monitor.reports.summary import aligned, shown
 from attn_monitor.reports.terminal import printable
 from attn_monitor.scales import RATIO
-from attn_monitor.views import RunData, Series, Table, series
+from attn_monitor.views import RunData, Series, Table, run_name, series
 
+_COUNTS = "nonfinite"
 _SHOWN = 8
 _MOST_LINES = 12
 
@@ -26,7 +26,7 @@ class Flight:
     """A file of the flight recorder.
 
     Attributes:
-        run: The name of the run in whose folder it is.
+        run: The name of the run in whose folder it is, with the monitor if it is not the first.
         record: What it holds.
     """
 
@@ -40,16 +40,19 @@ class Flight:
 
 
 def read_flights(run: str, paths: Sequence[Path], notes: list[str]) -> list[Flight]:
-    """Return the flight records of a run, oldest first.
+    """Return the flight records of a run, monitor by monitor and of each the oldest first.
 
     Args:
         run: The name of the run.
         paths: The files.
         notes: Takes, in words, what could not be read.
     """
-    records = [_read(path, notes) for path in paths]
-    flights = [Flight(run, record) for record in records if record is not None]
-    return sorted(flights, key=lambda flight: flight.record.step)
+    flights = []
+    for path in paths:
+        record, named = _read(path, notes), FLIGHT_FILE.fullmatch(path.name)
+        if record is not None:
+            flights.append(Flight(run_name(run, (named and named["prefix"]) or ""), record))
+    return sorted(flights, key=lambda flight: (flight.run != run, flight.run, flight.record.step))
 
 
 def _read(path: Path, notes: list[str]) -> FlightRecord | None:
@@ -100,9 +103,10 @@ def _last_observations(record: FlightRecord) -> list[str]:
     if not record.observations:
         return []
     ratios = dict(zip((one.step for one in record.tabled), record.tables.get(RATIO, ()), strict=False))
+    counts = dict(zip((one.step for one in record.tabled), record.tables.get(_COUNTS, ()), strict=False))
     rows = [["last observations", "loss", "learning rate", "gradient norm", "largest ratio", "of"]]
     for one in record.observations[-_SHOWN:]:
-        ratio, place = _largest(record, ratios.get(one.step))
+        ratio, place = _largest(record, ratios.get(one.step), counts.get(one.step))
         rates = [shown(rate) for rates in one.learning_rates for rate in rates]
         rows.append(
             [
@@ -110,7 +114,7 @@ def _last_observations(record: FlightRecord) -> list[str]:
                 _number(one.loss),
                 " ".join(dict.fromkeys(rates)) or "-",
                 _number(one.grad_norm),
-                shown(ratio),
+                ratio,
                 place,
             ]
         )
@@ -122,17 +126,26 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _largest(record: FlightRecord, ratios: NDArray[np.float32] | None) -> tuple[float, str]:
-    """Return the largest ratio of an observation and whose it is."""
+def _largest(
+    record: FlightRecord, ratios: NDArray[np.float32] | None, counts: NDArray[np.float32] | None
+) -> tuple[str, str]:
+    """Return the largest ratio of an observation and whose it is; nan is larger than any."""
+    if counts is not None and (counts > 0).any():
+        broken = np.flatnonzero(counts > 0)
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        return "nan or inf", f"{_place(record, int(broken[0]))}{more}"
     if ratios is None or not np.isfinite(ratios).any():
-        return math.nan, "-"
+        return "-", "-"
     column = int(np.nanargmax(np.where(np.isfinite(ratios), ratios, np.nan)))
-    value = float(ratios[column])
+    return shown(float(ratios[column])), _place(record, column)
+
+
+def _place(record: FlightRecord, column: int) -> str:
     for layer, heads in record.heads.items():
         if column < heads:
-            return value, f"head {column} of {layer}"
+            return f"head {column} of {layer}"
         column -= heads
-    return value, "-"
+    return "-"
 
 
 def as_run(flight: Flight) -> RunData:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,26 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from attn_monitor.flight_records import FLIGHT_FILE
 from attn_monitor.reports.event_files import Damage, read_records
-from attn_monitor.reports.event_records import EventRecord, read_events, worst_first
+from attn_monitor.reports.event_records import read_events
 from attn_monitor.reports.flight import Flight, read_flights
+from attn_monitor.stored_events import EventRecord
 from attn_monitor.tags import EVENTS_FILE
-from attn_monitor.views import RunData, Series, assemble, is_users, series, stages, threshold_of
+from attn_monitor.views import PREFIX, RunData, Series, assemble, is_users, run_name, series, stages, threshold_of
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)")
 _CSV = "metrics.csv"
+_MONITOR = r"(?P<prefix>(?:monitor\d+_)?)"
+_PARTED = re.compile(_MONITOR + "(.*)", re.DOTALL)
+_TOLD = re.compile(_MONITOR + re.escape(EVENTS_FILE))
 _PLUGIN = "attn_monitor"
 _RATIO, _EVENTS = "saturation_ratio", "event_records"
 _NAMES = ("layers", "head_dim")
-_TENSOR = re.compile(rf"(?P<prefix>|val_|test_|predict_){_PLUGIN}/(?P<name>\w+)")
+_TENSOR = re.compile(rf"(?P<prefix>{PREFIX}){_PLUGIN}/(?P<name>\w+)")
 _OWN_SCALAR = re.compile(
     rb"\x09.{8}(?:\x10[\x80-\xff]*[\x00-\x7f])?"  # wall time, step
     rb"\x2a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f]"  # summary, value, tag
-    rb"(?:val_|test_|predict_)?attn_(?!monitor/)",
+    + PREFIX.encode()
+    + rb"attn_(?!monitor/)",
     re.DOTALL,
 )
 """How a record begins that holds one of our scalars: they say less than the tables and are most of the records."""
@@ -48,20 +53,20 @@ class RunFiles:
         name: The path from the directory that was asked for, or that one's own name.
         event_files: TensorBoard's, oldest first.
         csv: That of Lightning's CSVLogger.
-        events: The events as plain text.
+        events: The events as plain text, by what stands before the tags of their monitor.
         flights: What the flight recorder left.
     """
 
     name: str
     event_files: Sequence[Path]
     csv: Path | None
-    events: Path | None = None
+    events: Mapping[str, Path] = field(default_factory=dict)
     flights: Sequence[Path] = ()
 
     @property
     def size(self) -> int:
         """Bytes there are to read."""
-        paths = [*self.event_files, self.csv, self.events, *self.flights]
+        paths = [*self.event_files, self.csv, *self.events.values(), *self.flights]
         return sum(path.stat().st_size for path in paths if path is not None)
 
 
@@ -132,7 +137,11 @@ def _runs_below(directory: Path) -> Iterator[RunFiles]:
                 name=own if here == directory else here.relative_to(directory).as_posix(),
                 event_files=[here / name for name in sorted(known, key=_age) if name != _CSV],
                 csv=here / _CSV if _CSV in known else None,
-                events=here / EVENTS_FILE if EVENTS_FILE in names and (here / EVENTS_FILE).is_file() else None,
+                events={
+                    match["prefix"]: here / name
+                    for name in sorted(names)
+                    if (match := _TOLD.fullmatch(name)) and (here / name).is_file()
+                },
                 flights=sorted(flights),
             )
 
@@ -180,26 +189,36 @@ def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
         if not stages(stored.tensors) and all(map(is_users, stored.scalars)):
             stored, source = _read_csv(files.csv, notes), _CSV
         progress(files.csv.stat().st_size)
-    if files.events is not None:
-        progress(files.events.stat().st_size)
+    progress(sum(path.stat().st_size for path in files.events.values()))
     flights = read_flights(files.name, files.flights, notes)
     progress(sum(path.stat().st_size for path in files.flights))
     scalars = {tag: series(points) for tag, points in stored.scalars.items()}
     users = {tag: points for tag, points in scalars.items() if is_users(tag)}
     own = {tag: points for tag, points in scalars.items() if not is_users(tag)}
     if prefixes := stages(stored.tensors):
-        runs = [
+        findings.runs += [
             assemble(files.name, stored.tensors, users, threshold=stored.thresholds.get(prefix), prefix=prefix)
             for prefix in prefixes
         ]
-        findings.runs += [replace(run, events=worst_first(run.events)) for run in runs]
     elif own:
-        events = [] if files.events is None else read_events(files.events, notes)
-        findings.scalar_runs.append(ScalarRun(files.name, source, own, users, events))
+        findings.scalar_runs += _scalar_runs(files, source, own, users, notes)
     elif not flights:
         findings.foreign.append(files.name)
     findings.flights += flights
     findings.notes += notes
+
+
+def _scalar_runs(
+    files: RunFiles, source: str, own: Mapping[str, Series], users: Mapping[str, Series], notes: list[str]
+) -> Iterator[ScalarRun]:
+    """Yield the scalars monitor by monitor, without what stands before the tags of the second one on."""
+    parted: dict[str, dict[str, Series]] = {}
+    for tag, points in own.items():
+        prefix, rest = _PARTED.fullmatch(tag).groups()  # type: ignore[union-attr] # it matches every text
+        parted.setdefault(prefix, {})[rest] = points
+    for prefix, scalars in sorted(parted.items(), key=lambda item: _natural(item[0])):
+        events = read_events(files.events[prefix], notes) if prefix in files.events else []
+        yield ScalarRun(run_name(files.name, prefix), source, scalars, users, events)
 
 
 @dataclass(slots=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
 
 from attn_monitor.catalog import STATISTICS
-from attn_monitor.reports.event_records import count, event_lines, number, place, worst_first
+from attn_monitor.reports.event_records import count, event_lines, place
 from attn_monitor.reports.runs import ScalarRun
 from attn_monitor.reports.summary import aligned, losses_and_norms, shown
 from attn_monitor.reports.terminal import printable
+from attn_monitor.stored_events import number, worst_first
 from attn_monitor.tags import EVENTS_FILE
 from attn_monitor.views import Series
 
@@ -31,10 +33,7 @@ def summarize_scalars(run: ScalarRun) -> str:
     lines += _flagged_heads(run)
     lines += _worst_layers(run)
     rows = [["beside it", "first", "last"]]
-    rows += [
-        [tag, shown(float(points.values[0])), shown(float(points.values[-1]))]
-        for tag, points in losses_and_norms(run.others)
-    ]
+    rows += [[tag, _read(points, 0), _read(points, -1)] for tag, points in losses_and_norms(run.others)]
     if len(rows) > 1:
         lines += ["", *aligned(rows)]
     return "\n".join(map(printable, lines))
@@ -60,7 +59,7 @@ def _flagged_heads(run: ScalarRun) -> list[str]:
             [
                 f"head {head[1]} of {head[0]}",
                 str(event.get("step")),
-                shown(number(event, "ratio")),
+                "nan or inf" if event.get("kind") == "nonfinite" else shown(number(event, "ratio")),
                 f"ended at {end.get('step')}" if end.get("state") == "ended" else str(end.get("severity")),
                 str(event.get("cause") or "-").removeprefix("likely cause: "),
             ]
@@ -86,31 +85,35 @@ def _model_wide(run: ScalarRun) -> list[str]:
         at = int(np.nanargmax(ratio.values))
         lines.append(
             f"  largest saturation_ratio: {ratio.values[at]:.3g} at step {ratio.steps[at]}, "
-            f"{ratio.values[-1]:.3g} at the end"
+            f"{_read(ratio, -1)} at the end"
         )
     return lines
 
 
 def _worst_layers(run: ScalarRun) -> list[str]:
-    """Return the layers whose worst head is worst, by the first statistic that has a direction."""
+    """Return the layers whose worst head is worst, by the first statistic that has a direction; nan is worse still."""
     for name in ("logit_row_std", *STATISTICS):
         worse = STATISTICS[name].worse
         root = f"attn_{name}_{'min' if worse == 'down' else 'max'}/"
-        found = {tag.removeprefix(root): _finite(points) for tag, points in run.scalars.items() if tag.startswith(root)}
-        found = {layer: points for layer, points in found.items() if len(points.steps)}
+        found = {tag.removeprefix(root): points for tag, points in run.scalars.items() if tag.startswith(root)}
         if worse is not None and found:
             sign = -1 if worse == "down" else 1
-            peaks = {layer: int((sign * points.values).argmax()) for layer, points in found.items()}
-            order = sorted(found, key=lambda layer: -sign * found[layer].values[peaks[layer]])
+            bad = {layer: np.nan_to_num(sign * points.values, nan=-np.inf) for layer, points in found.items()}
+            order = sorted(found, key=lambda layer: (not math.isnan(found[layer].values[-1]), -bad[layer].max()))
             rows = [["worst layers", f"{name} of the worst head", "at step", "first", "last"]]
             for layer in order[:_SHOWN]:
                 steps, values = found[layer]
-                at = peaks[layer]
-                rows.append([layer, shown(values[at]), str(steps[at]), shown(values[0]), shown(values[-1])])
+                at = int(bad[layer].argmax())
+                known = not math.isnan(values[at])
+                peak = [shown(values[at]), str(steps[at])] if known else ["-", "-"]
+                rows.append([layer, *peak, _read(found[layer], 0), _read(found[layer], -1)])
             return ["", *aligned(rows)]
     return []
 
 
-def _finite(points: Series) -> Series:
-    known = np.isfinite(points.values)
-    return Series(points.steps[known], points.values[known])
+def _read(points: Series, index: int) -> str:
+    """Return a value as it was logged; what is nan at the end says since when."""
+    if index == -1 and math.isnan(points.values[-1]):
+        known = np.flatnonzero(~np.isnan(points.values))
+        return f"nan since {points.steps[known[-1] + 1 if len(known) else 0]}"
+    return f"{points.values[index]:.3g}"

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_monitor.diagnosis import FACTORS, explain
+from attn_monitor.reports.broken import broken_lines, broken_since
 from attn_monitor.reports.event_records import count, event_lines, place
 from attn_monitor.reports.growth import growth_in_words
 from attn_monitor.reports.terminal import printable
@@ -33,7 +34,14 @@ def summarize(run: RunData) -> str:
     """
     run = _printable_run(run)
     worst = _worst_heads(run)
-    lines = [_heading(run), *_events(run), *_worst_table(run, worst), *_growth(run, worst), *_beside(run)]
+    lines = [
+        _heading(run),
+        *_events(run),
+        *broken_lines(run),
+        *_worst_table(run, worst),
+        *_growth(run, worst),
+        *_beside(run),
+    ]
     return "\n".join(lines)
 
 
@@ -63,7 +71,7 @@ def _events(run: RunData) -> list[str]:
     if run.threshold is None:  # written without events, which does not mean that there were none
         return [f"  no events are stored{'' if largest is None else f'; {largest}'}"]
     limit = "" if largest is None else f"{largest} (limit {run.threshold:g})"
-    if any(stage and run.name.endswith(f" ({stage})") for stage in STAGES.values()):
+    if any(stage and run.name.endswith((f" ({stage})", f", {stage})")) for stage in STAGES.values()):
         start = "  no events, as only training opens them"
     else:
         start = "  no event: no head was flagged"
@@ -133,6 +141,7 @@ def _worst_table(run: RunData, heads: Sequence[_Head]) -> list[str]:
         return []
     beside = [name for name in _BESIDE if name in run.tables]
     since = {(event.get("layer"), event.get("head")): event.get("step") for event in reversed(run.events)}
+    broken = broken_since(run)
     rows = [["worst heads", "largest ratio", "at step", "flagged at", *(f"{name} at end" for name in beside)]]
     for layer, head in heads:
         name = run.layers[layer]
@@ -144,10 +153,17 @@ def _worst_table(run: RunData, heads: Sequence[_Head]) -> list[str]:
                 shown(ratio),
                 "-" if step is None else str(step),
                 "-" if flagged is None else str(flagged),
-                *(shown(_at(run, statistic, (layer, head), -1)) for statistic in beside),
+                *(_at_end(run, statistic, (layer, head), broken) for statistic in beside),
             ]
         )
     return ["", *aligned(rows)]
+
+
+def _at_end(run: RunData, statistic: str, head: _Head, broken: Mapping[_Head, int]) -> str:
+    """Return a value of a head at the last observation, in words; an earlier one would read as if all were well."""
+    steps = run.tables[statistic].steps
+    value = _at(run, statistic, head, -1) if len(steps) and steps[-1] == run.steps[-1] else math.nan
+    return f"nan since {broken[head]}" if math.isnan(value) and head in broken else shown(value)
 
 
 def _peak(run: RunData, head: _Head) -> tuple[float, int | None]:
@@ -225,12 +241,10 @@ def _beside(run: RunData) -> list[str]:
     moments = sorted({int(steps[0]), *middle, int(steps[-1])})
     titles = [f"step {step}{' (first event)' if [step] == middle else ''}" for step in moments]
     rows = [["beside it", *titles]]
-    rows += [
-        [tag, *(shown(_last_until(points, step)) for step in moments)] for tag, points in losses_and_norms(run.scalars)
-    ]
+    rows += [[tag, *(_last_until(points, step) for step in moments)] for tag, points in losses_and_norms(run.scalars)]
     norms = _all_heads_norm(run)
     if norms is not None:
-        rows.append(["grad_logits_norm, all heads", *(shown(_last_until(norms, step)) for step in moments)])
+        rows.append(["grad_logits_norm, all heads", *(_last_until(norms, step) for step in moments)])
     lines = ["", *aligned(rows)] if len(rows) > 1 else []
     if not any(_LOSS.search(tag) for tag in run.scalars):
         lines.append("  no loss was logged: no scalar of this run has `loss` in its name")
@@ -250,13 +264,18 @@ def _all_heads_norm(run: RunData) -> Series | None:
         return None
     squares = np.nansum(table.values.astype(np.float64) ** 2, axis=(1, 2))
     known = np.isfinite(table.values).any(axis=(1, 2))
-    return Series(table.steps[known], np.sqrt(squares[known]))
+    norms = {int(step): float(norm) for step, norm in zip(table.steps[known], np.sqrt(squares[known]), strict=True)}
+    if broken := list(broken_since(run).values()):  # a gradient that is nan was measured, and is nan
+        start = min(broken)
+        norms |= {step: math.nan for step in run.steps.tolist() if step >= start and step not in norms}
+    steps = sorted(norms)
+    return Series(np.array(steps, np.int64), np.array([norms[step] for step in steps]))
 
 
-def _last_until(points: Series, step: int) -> float:
+def _last_until(points: Series, step: int) -> str:
     """Return the last value up to a step; none that came later, whatever was known by then."""
     known = int(np.searchsorted(points.steps, step, side="right"))
-    return float(points.values[known - 1]) if known else math.nan
+    return f"{points.values[known - 1]:.3g}" if known else "-"
 
 
 def shown(value: float) -> str:

@@ -1,6 +1,6 @@
 """Measure what the monitor costs, print the page, and write it to docs/benchmarks.md.
 
-    python -m tests.benchmarks [--rounds N] [--only steps|profile|first|alone|growth|writing] [--quick]
+    python -m tests.benchmarks [--rounds N] [--only steps|profile|first|alone|growth|writing|ranks] [--quick]
 
 A part of the page or a quick look is printed only.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from tests.benchmarks import alone, first, growth, profile, steps, writing
+from tests.benchmarks import alone, first, growth, profile, ranks, steps, writing
 from tests.benchmarks.page import PAGE, page
 from tests.benchmarks.sizes import FULL, QUICK
 from tests.benchmarks.turns import progress
@@ -22,6 +22,7 @@ SECTIONS = {
     "alone": alone.section,
     "growth": growth.section,
     "writing": writing.section,
+    "ranks": ranks.section,
 }
 
 

@@ -53,14 +53,13 @@ def publisher(layers: int, heads: int, *, pictures: bool) -> Iterator[tuple[Call
     """Prepare to publish one record after the other; return how, and the logger."""
     with tempfile.TemporaryDirectory() as folder:
         logger = TensorBoardLogger(folder)
-        connector = SimpleNamespace(_callback_metrics={})
-        trainer: Any = SimpleNamespace(is_global_zero=True, loggers=[logger], _logger_connector=connector)
+        loop: Any = SimpleNamespace(is_global_zero=True, loggers=[logger], metrics={})
         problems: list[str] = []
         made = publishing.Publisher(frozenset(HEADLINE), SaturationRule(), "", problems.append)
         statistics, steps = record(layers, heads), itertools.count()
 
         def publish() -> None:
-            made.publish(trainer, next(steps), statistics, saturated=0)
+            made.publish(loop, next(steps), statistics, saturated=0)
 
         with patch.object(publishing, "picture_due", lambda observation: pictures):
             publish()  # names and descriptions are written once

@@ -102,6 +102,8 @@ function h(tag, properties = {}, ...children) {
   return element;
 }
 
+const BROKEN = "nan or inf logits";
+
 function format(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "not measured";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
@@ -247,6 +249,7 @@ class HeatMap {
     this.meta = meta;
     this.width = Math.max(1, ...meta.heads);
     this.frame = null;
+    this.counts = null; // of nan and inf logits, where a head has no value
     this.open = new Map();
     this.names = parted(meta.layers);
     this.canvas = h("canvas", {
@@ -272,10 +275,21 @@ class HeatMap {
     return { layer: this.meta.layers[Math.max(0, layer)], head: 0 };
   }
 
-  value(layer, head) {
-    const { frame } = this;
+  value(layer, head, frame = this.frame) {
     if (!frame || layer >= frame.layers || head >= frame.heads) return NaN;
     return frame.values[layer * frame.heads + head];
+  }
+
+  /** Whether a head has no value because its logits are nan or inf: something else than not being measured. */
+  broken(layer, head) {
+    return Number.isNaN(this.value(layer, head)) && this.value(layer, head, this.counts) > 0;
+  }
+
+  /** How many heads have nan or inf logits at the present step, and since which step the first of them. */
+  allBroken() {
+    const told = [...this.open.values()].filter(({ kind }) => kind === "nonfinite");
+    const counted = this.cells().flatMap((row, layer) => row.filter((_, head) => this.broken(layer, head))).length;
+    return { count: Math.max(told.length, counted), since: told.length ? Math.min(...told.map(({ since }) => since)) : null };
   }
 
   /** Rows of values as they are shown; heads that do not exist are left out. */
@@ -344,7 +358,7 @@ class HeatMap {
     this.canvas.setAttribute("aria-label", this.label(chosen ? row : -1));
     if (!statistic) return;
     const gap = cell.width >= 6 && cell.height >= 6 ? 1 : 0;
-    const unknown = variable(this.app.element, "--unknown");
+    const [unknown, alarm] = ["--unknown", "--alarm"].map((name) => variable(this.app.element, name));
     const colour = colours(statistic);
     meta.heads.forEach((heads, layer) => {
       for (let head = 0; head < heads; head++) {
@@ -352,6 +366,7 @@ class HeatMap {
         const [x, y] = [left + head * cell.width, this.top + layer * cell.height];
         context.fillStyle = Number.isNaN(value) ? unknown : colour(value);
         context.fillRect(x, y, cell.width - gap, cell.height - gap);
+        if (this.broken(layer, head)) cross(context, alarm, x, y, cell.width - gap, cell.height - gap);
         if (statistic.threshold !== null && value > statistic.threshold && cell.width >= 5) {
           context.fillStyle = "#000";
           context.fillRect(x + cell.width / 2 - 1.5, y + cell.height / 2 - 1.5, 2.5, 2.5);
@@ -402,7 +417,8 @@ class HeatMap {
   /** A head's value, and since when it has which event. */
   reading(layer, head) {
     const event = this.open.get(`${layer}:${head}`);
-    return format(this.value(layer, head)) + (event ? `, ${event.severity} since step ${event.since}` : "");
+    const value = this.broken(layer, head) ? BROKEN : format(this.value(layer, head));
+    return value + (event ? `, ${event.severity} since step ${event.since}` : "");
   }
 
   /** The layer and head under the pointer, or null. */
@@ -455,13 +471,18 @@ class HeatMap {
 
   summariseStep(statistic) {
     const counts = { warning: 0, critical: 0 };
-    for (const { severity } of this.open.values()) counts[severity] += 1;
+    for (const { severity, kind } of this.open.values()) if (kind !== "nonfinite") counts[severity] += 1;
+    const broken = this.allBroken();
     const first = this.app.events.find((event) => event.run === this.meta.name && event.state === "opened");
     const parts = [];
+    if (broken.count) {
+      const since = broken.since === null ? `at step ${this.app.step}` : `since step ${broken.since}`;
+      parts.push(`${plural(broken.count, "head")} with ${BROKEN} ${since}`);
+    }
     if (counts.warning + counts.critical) {
       parts.push(`${plural(counts.warning + counts.critical, "saturated head")} at step ${this.app.step}` +
         (counts.critical ? ` (${counts.critical} critical)` : ""));
-    } else {
+    } else if (!broken.count) {
       const above = statistic && statistic.threshold !== null
         ? this.cells().flat().filter((value) => value > statistic.threshold).length : 0;
       parts.push(above ? `no event is open at step ${this.app.step}, but ${plural(above, "head")} above the limit`
@@ -474,7 +495,7 @@ class HeatMap {
         `${this.meta.layers[worst.layer]} head ${worst.head}, ${format(worst.value)}`);
     }
     this.summary.textContent = parts.join(" · ");
-    this.summary.classList.toggle("alarm", counts.warning + counts.critical > 0);
+    this.summary.classList.toggle("alarm", counts.warning + counts.critical + broken.count > 0);
   }
 
   worst(direction) {
@@ -501,6 +522,19 @@ function cutMiddle(context, text, room, share = 0.5) {
 
 /** Every how many cells of this size there is room for a label. */
 const spacing = (cell, room) => [1, 2, 5, 10, 20, 50, 100].find((every) => every * cell >= room) ?? 200;
+
+/** Mark a head whose value is nan, in cells of every size. */
+function cross(context, style, x, y, width, height) {
+  const inset = Math.min(width, height) < 8 ? 0 : 2;
+  context.strokeStyle = style;
+  context.lineWidth = inset ? 2 : 1;
+  context.beginPath();
+  for (const [top, bottom] of [[y + inset, y + height - inset], [y + height - inset, y + inset]]) {
+    context.moveTo(x + inset, top);
+    context.lineTo(x + width - inset, bottom);
+  }
+  context.stroke();
+}
 
 /** Mark the selected head: corners around it, in a colour that no map and no event has. */
 function brackets(context, x, y, width, height) {
@@ -570,7 +604,10 @@ function lineChart(app, card, statistic, lines, losses, marks) {
       axis(app, { scale: "loss", side: 1, size: 48, values: readable, grid: { show: false } })]
       .slice(0, losses.length ? 3 : 2),
     marks, threshold,
-    read: (index) => lines.map((_, place) => format(data[place + 1][index] ?? NaN)).join(" | "),
+    read: (index) => lines.map(({ broken }, place) => {
+      const value = data[place + 1][index] ?? NaN;
+      return Number.isNaN(value) && broken?.has(data[0][index]) ? BROKEN : format(value);
+    }).join(" | "),
   });
 }
 
@@ -1069,15 +1106,21 @@ class App {
       const place = lastAt(map.meta.steps, this.step);
       if (place < 0 || !this.describe(map.meta, this.statistic)) return null;
       const { statistic, step } = this;
-      return { ...(await this.frames.get(map.meta, statistic, place)), statistic, step };
+      const frame = { ...(await this.frames.get(map.meta, statistic, place)), statistic, step };
+      const gaps = map.meta.heads.some((heads, layer) => Array.from({ length: heads }, (_, head) => map.value(layer, head, frame)).some(Number.isNaN));
+      const counted = gaps && this.describe(map.meta, "nonfinite");
+      return { frame, counts: counted ? await this.frames.get(map.meta, "nonfinite", place) : null };
     }));
     if (turn !== this.turn) return;
     [...this.maps.values()].forEach((map, place) => {
-      map.frame = found[place];
+      Object.assign(map, found[place] ?? { frame: null, counts: null });
       map.open = this.openEvents(map.meta);
       map.draw();
       map.summarise();
     });
+    if ([...this.maps.values()].some((map) => map.allBroken().count)) {
+      this.legend.append(h("span", { className: "key broken" }), BROKEN);
+    }
     this.describeSelected();
     for (const { plot } of this.plots) plot.showNow();
   }
@@ -1118,12 +1161,14 @@ class App {
       const key = `${layer}:${event.head}`;
       if (!kinds.has(key)) kinds.set(key, new Map());
       if (event.state === "ended") kinds.get(key).delete(event.kind);
-      else kinds.get(key).set(event.kind, { severity: event.severity, since: event.step, message: event.message });
+      else kinds.get(key).set(event.kind, { kind: event.kind, severity: event.severity, since: event.step, message: event.message });
     }
     const open = new Map();
     for (const [key, events] of kinds) {
       const found = [...events.values()];
-      if (found.length) open.set(key, found.find(({ severity }) => severity === "critical") || found.at(-1));
+      if (found.length) {
+        open.set(key, found.find(({ kind }) => kind === "nonfinite") || found.find(({ severity }) => severity === "critical") || found.at(-1));
+      }
     }
     return open;
   }
@@ -1232,7 +1277,7 @@ class App {
         lines.get(meta.name)[name] = found.statistics[name];
       }));
     };
-    await load("scale_ratio"); // what is said of it stands above the charts
+    await Promise.all(["scale_ratio", "nonfinite"].map(load)); // what is said of them stands above and beside the charts
     if (stale()) return;
     this.clearCharts();
     this.detailTitle.textContent = `${selected.layer}, head ${selected.head}`;
@@ -1315,7 +1360,11 @@ class App {
     const statistic = chosen.map(({ meta }) => this.describe(meta, name)).find(Boolean);
     const card = this.card(statistic.label + (statistic.unit ? ` [${statistic.unit}]` : ""), statistic.definition, 150);
     card.element.dataset.statistic = name;
-    const drawn = chosen.map(({ meta }) => ({ ...lines.get(meta.name)[name], colour: this.colourOf(meta.name) }));
+    const drawn = chosen.map(({ meta }) => {
+      const counts = lines.get(meta.name).nonfinite;
+      const broken = new Set(counts?.steps.filter((_, index) => counts.values[index] > 0));
+      return { ...lines.get(meta.name)[name], colour: this.colourOf(meta.name), broken };
+    });
     const plot = lineChart(this, card, statistic, drawn, losses, this.marks(chosen.map(({ meta }) => meta.name)));
     this.plots.push({ plot, card, name });
   }
@@ -1350,7 +1399,7 @@ class App {
     const now = (name) => format(lines[name].values[lines[name].steps.indexOf(steps[last])]);
     card.words.textContent = `Step ${steps[0]} to ${steps[last]}: logit std ${times(grown(lines.qk_std)[last] ?? 0)} = ` +
       factors.map(({ label, values }) => `${label} ${times(values[last])}`).join(" · ") +
-      `. At the end ${now("qk_std")} = ${FACTORS.map(([name, label]) => `${label} ${now(name)}`).join(" · ")}.`;
+      `. ${steps[last] === meta.steps.at(-1) ? "At the end" : `At step ${steps[last]}, the last with these numbers,`} ${now("qk_std")} = ${FACTORS.map(([name, label]) => `${label} ${now(name)}`).join(" · ")}.`;
   }
 }
 

@@ -1,0 +1,29 @@
+"""How a command ends: its status, and what the user reads instead of a traceback."""
+
+from __future__ import annotations
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class CommandError(Exception):
+    """A mistake or a failure that one line can tell.
+
+    Args:
+        message: What was expected, what came, what to do.
+        status: What the process answers: `FAILED`, or `USAGE` for a wrong command line.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def told(error: BaseException) -> str:
+    r"""Return an error in one line.
+
+    Example:
+        >>> told(ValueError("no data\nand more"))
+        'ValueError: no data'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""A training of many observed steps, and what must not grow in it."""
