@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: help demo test lint format unit slow docs bench alarms zoo screenshots constraints clean
+.PHONY: help demo test lint format unit slow docs pages bench alarms reliability soak zoo screenshots test-lowest constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,10 @@ help:
 	@echo "make format  let ruff rewrite the code"
 	@echo "make bench   measure what the monitor costs, rewrite docs/benchmarks.md (about 15 minutes)"
 	@echo "make alarms  train 200 small models and judge the alarms, rewrite docs/alarms.md (about 30 minutes)"
+	@echo "make reliability  inject faults into real trainings, rewrite docs/reliability.md"
+	@echo "make soak    observe 20,000 steps, rewrite the curves of docs/reliability.md (about 20 minutes)"
+	@echo "make pages   train what the documentation shows, rewrite its generated parts (about 7 minutes)"
+	@echo "make test-lowest  run the unit tests with the lowest versions that pyproject.toml allows (downloads gigabytes)"
 	@echo "make zoo     try capture on every architecture in tests/zoo, rewrite docs/coverage.md"
 	@echo "make screenshots  take the pictures of docs/images from what make demo left (needs Chromium)"
 	@echo "make docs    build the documentation into site/"
@@ -33,7 +37,7 @@ help:
 demo: .venv/.stamp
 	$(BIN)/python examples/char_gpt.py
 
-test: lint unit slow
+test: lint docs unit slow
 
 lint: .venv/.stamp
 	$(BIN)/ruff format --check .
@@ -60,6 +64,23 @@ bench: .venv/.stamp
 alarms: .venv/.stamp
 	$(BIN)/python -m tests.alarms
 
+reliability: .venv/.stamp
+	$(BIN)/python -m tests.reliability
+
+soak: .venv/.stamp
+	$(BIN)/python -m tests.soak
+
+pages: .venv/.stamp
+	$(BIN)/python -m tests.docs_pages --train
+
+# Old packages warn of what newer ones changed; other warnings stay errors.
+test-lowest: .venv/.stamp
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python 3.10 .venv-lowest
+	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[dev]'
+	.venv-lowest/bin/python -m pytest -m 'not slow' -n $(WORKERS) -W ignore::DeprecationWarning \
+		-W ignore::FutureWarning -W ignore::PendingDeprecationWarning
+
 # LitGPT and vit-pytorch come without what they require, such as torchvision: their models need none of it.
 zoo: .venv/.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -79,5 +100,5 @@ constraints: .venv/.stamp
 	sed -i '/^\(nvidia\|cuda\|triton\)/d' constraints.txt
 
 clean:
-	rm -rf .venv site dist build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest site dist build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

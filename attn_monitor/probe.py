@@ -232,7 +232,6 @@ class AttentionProbe:
         """Stop to watch and leave nothing behind; what was collected stays. Safe to call twice."""
         if not self._attached:
             return
-        self._attached = False
         entered = self._tracker.entered
         self._idle = bool(entered) and self._model not in entered | set(self._called) and not self._collector.sums
         news = not self._tracker.called <= set(self._called)
@@ -244,6 +243,7 @@ class AttentionProbe:
             undo.callback(self._collector.end)
             undo.callback(self._tracker.detach)
             undo.callback(unwatch, self._collector)
+        self._attached = False  # not before: what an interrupt kept from being undone is left to the next call
         if news and not self._placement.missed:  # else the next attachment discovers anew
             self._unseen = self._placement.silent_attention(self._called, self._refused)
 

@@ -246,7 +246,8 @@ def test_report_tells_the_events_of_a_training(tmp_path: Path, capsys: pytest.Ca
     lines = printed.out.splitlines()
     assert lines[0] == "lightning_logs/version_0: 2 layers of 2 heads, 3 observations, steps 0 to 2"
     first = [event for event in monitor.events if event.step == monitor.events[0].step]
-    assert lines[1] == f"  first event: {max(first, key=lambda event: event.ratio).line}"
+    worst = max(first, key=lambda event: event.ratio)
+    assert lines[1] == f"  first event{', critical' if worst.severity == 'critical' else ''}: {worst.line}"
     assert lines[2].startswith(f"  {len({(event.layer, event.head) for event in monitor.events})} heads flagged")
     records = [stats for _, layers in monitor.history for stats in layers.values()]
     largest = max(float(stats.measured()["logit_row_std"].max()) for stats in records)

@@ -148,7 +148,7 @@ ROOMS = {
         "nonfinite",
     },
     "loops": {"callback", "evaluation", "lightning_loop", "lightning_compat", "integrations"},
-    "commands": {"cli", "demo", "__main__"},
+    "commands": {"cli", "commands", "__main__"},
 }
 """The rooms of docs/design.md, from the ground up."""
 FLOORS = {module: floor for floor, modules in enumerate(ROOMS.values()) for module in modules}

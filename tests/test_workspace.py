@@ -207,6 +207,9 @@ def test_heads_of_one_group_in_several_tiles_give_the_same_numbers(monkeypatch: 
         assert_same(attention_sums(call, ALL, grad_output=grad).finalize(ALL), wanted, relative=1e-6)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has one setting for all backends"
+)
 def test_threads_bring_the_precision_of_products_back_together() -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -230,6 +233,9 @@ def test_threads_bring_the_precision_of_products_back_together() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has one setting for all backends"
+)
 def test_an_inherited_precision_stays_inherited() -> None:
     code = """
 import torch

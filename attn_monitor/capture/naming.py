@@ -16,7 +16,7 @@ Selector: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Selection: TypeAlias = "Selector | Sequence[Selector] | None"
 CallSite: TypeAlias = tuple[tuple[str, int], ...]
 
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 _DATA_PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 """Classes whose only child is called `module`, torch's own and those of the same name elsewhere."""
 _HELPER = re.compile(r"softmax|softmin|dropout|identity", re.IGNORECASE)

@@ -37,6 +37,7 @@ def standing(model: nn.Module) -> dict[str, Any]:
         "global hooks": [len(getattr(nn.modules.module, kind)) for kind in GLOBAL_HOOKS],
         "function modes": len(_get_current_function_mode_stack()),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
+        "torch functions": torch._C._is_torch_function_all_disabled(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),

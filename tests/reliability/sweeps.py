@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -14,6 +16,22 @@ import attn_monitor
 PACKAGE = str(Path(attn_monitor.__file__).parent)
 STEP = 2
 """The step in which is raised; it is observed, and so was one before and is one after."""
+
+
+@cache
+def exits(code: CodeType) -> frozenset[int]:
+    """Return where `with` blocks of a function are left, and `__exit__` is about to be called.
+
+    A tracing function is asked there, but Python handles no signal there: it looks for them behind calls and in loops.
+    What is raised there keeps `__exit__` from being called, which Ctrl-C can't do.
+    """
+    steps = list(dis.get_instructions(code))
+    return frozenset(
+        one.offset
+        for one, two, three in zip(steps, steps[1:], steps[2:], strict=False)
+        if one.opname == "LOAD_CONST" and one.argval is None and two.opname == three.opname in ("LOAD_CONST", "DUP_TOP")
+        if two.opname == "DUP_TOP" or two.argval is three.argval is None
+    )
 
 
 class Sweep(AbstractContextManager[None]):
@@ -61,7 +79,7 @@ class Sweep(AbstractContextManager[None]):
         return self._line if counted else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
+        if event == "line" and frame.f_lasti not in exits(frame.f_code):
             self.lines += 1
             if self.lines == self.at and self.error is not None:
                 self._raise(frame)

@@ -13,8 +13,6 @@ from tests.reliability.sweeps import Sweep
 pytestmark = LIGHTNING_ADVICE
 PLACES = ("attach", "detach", "end", "release_eager", "remove_relays", "unwatch", "remove")
 
-UNFINISHED = ("detach", "release_eager", "remove_relays", "unwatch")
-
 
 def lines(name: str) -> int:
     """Return how many lines of a function run while a probe is attached and detached."""
@@ -24,18 +22,7 @@ def lines(name: str) -> int:
     return look.lines
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="detach marks the probe as detached before it undoes anything")
-            if name in UNFINISHED
-            else (),
-        )
-        for name in PLACES
-    ],
-)
+@pytest.mark.parametrize("name", PLACES)
 def test_a_second_detach_finishes_what_was_interrupted(name: str) -> None:
     count = lines(name)
     for at in range(1, count + 1):

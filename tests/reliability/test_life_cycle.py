@@ -255,9 +255,10 @@ def test_a_loop_of_ones_own_measures_what_lightning_does(fabric: bool) -> None:
     monitor = AttentionMonitor(every_n_steps=1)
     quiet(callbacks=[monitor]).fit(lit, loader(3))
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    run, backward = net, Tensor.backward
+    run: Any = net
+    backward: Any = Tensor.backward
     if fabric:
-        engine = Fabric(accelerator="cpu", devices=1)
+        engine: Any = Fabric(accelerator="cpu", devices=1)
         run, optimizer = engine.setup(net, optimizer)
         backward = engine.backward
 
