@@ -213,7 +213,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    assert "WARNING" not in built.stderr
+    assert not re.search(r"^WARNING", built.stderr, re.MULTILINE)  # the theme prints an advertisement with that word
     for page in navigation():
         folder = page.removesuffix(".md").removesuffix("index")
         assert (tmp_path / "site" / folder / "index.html").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -151,15 +152,40 @@ ROOMS = {
     "commands": {"cli", "commands", "__main__"},
 }
 """The rooms of docs/design.md, from the ground up."""
-FLOORS = {module: floor for floor, modules in enumerate(ROOMS.values()) for module in modules}
+ROOM_OF = {module: room for room, modules in ROOMS.items() for module in modules}
+
+
+def arrows() -> list[tuple[str, str]]:
+    """Return the arrows of the diagram in docs/design.md."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    return re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
+
+
+def reached(room: str) -> set[str]:
+    """Return the rooms that the arrows lead to from one."""
+    below = {to for start, to in arrows() if start == room}
+    return {room}.union(*(reached(lower) for lower in below))
+
+
+def test_the_diagram_has_every_room_and_runs_downwards() -> None:
+    floors = list(ROOMS)
+    assert {room for arrow in arrows() for room in arrow} == set(floors)
+    assert all(floors.index(start) > floors.index(to) for start, to in arrows())
+
+
+def test_the_table_of_rooms_names_every_module() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \| ([^|]*) \|", page, re.MULTILINE))
+    for room, modules in ROOMS.items():
+        assert {name.rstrip("/") for name in re.findall(r"`([\w/]+)`", rows[room])} == modules
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "attn_monitor").rglob("*.py")), ids=lambda path: path.stem)
-def test_imports_run_downwards(path: Path) -> None:
+def test_imports_run_along_the_arrows(path: Path) -> None:
     module = path.relative_to(ROOT / "attn_monitor").parts[0].removesuffix(".py")
     if module == "__init__":
         return
     imports = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert module in FLOORS, "a new file: give it a room, here and in docs/design.md"
+    assert module in ROOM_OF, "a new file: give it a room, here and in docs/design.md"
     used = {name.split(".")[1] for name in imports if name.startswith("attn_monitor.")}
-    assert {name for name in used if FLOORS[name] > FLOORS[module]} == set()
+    assert {name for name in used if ROOM_OF[name] not in reached(ROOM_OF[module])} == set()

@@ -204,6 +204,7 @@ class DistributedDataParallel(Wrapper):
         lambda net: torch.compile(net, backend="eager"),
         DistributedDataParallel,
         lambda net: Wrapper("_fsdp_wrapped_module", net),
+        lambda net: Wrapper("_forward_module", net),  # Fabric
         lambda net: DistributedDataParallel(torch.compile(net, backend="eager")),  # type: ignore[arg-type]
         lambda net: torch.compile(DistributedDataParallel(net), backend="eager"),
     ],
