@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from attn_monitor import AttentionProbe
 from attn_monitor.catalog import ALL, STATISTICS
@@ -34,11 +36,16 @@ class Two(nn.Module):
         super().__init__()
         torch.manual_seed(11)
         self.net = Net(["hand", "sdpa"])
+        self.touches_what_it_skips = False
 
     def forward(self, x: Tensor, *, whole: bool = True) -> Tensor:
         first, second = self.net.blocks
         x = x + 3 * first(x)
-        return self.net.head(x + second(x) if whole else x)
+        if whole:
+            x = x + second(x)
+        elif self.touches_what_it_skips:
+            x = x + 0 * sum(parameter.sum() for parameter in second.parameters())
+        return self.net.head(x)
 
 
 def batch_of(rank: int) -> Tensor:
@@ -56,10 +63,17 @@ def values_of(stats: AttentionStatistics) -> dict[str, Any]:
     return {**plain, "head_dim": stats.head_dim, "keys": stats.keys, "calls": stats.calls}
 
 
-def observed(rank: int, skipping: int | None) -> dict[str, Any]:
+def observed(rank: int, skipping: int | None, wrapper: str = "none") -> dict[str, Any]:
     model, ranks = Two(), RankReduction()
-    with AttentionProbe(model) as probe:
-        loss_of(model, rank, skipping).backward()
+    wrapped: Any = model
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=skipping is not None)
+    elif wrapper == "fsdp2":
+        # All ranks of FSDP2 gather every weight and reduce every gradient, or hang: only the attention can be skipped.
+        model.touches_what_it_skips = True
+        wrapped = fully_shard(model)
+    with AttentionProbe(wrapped) as probe:
+        loss_of(wrapped, rank, skipping).backward()
     return {layer: values_of(stats) for layer, stats in probe.compute(ranks=ranks).items()}
 
 
@@ -95,6 +109,20 @@ def test_ranks_give_what_one_process_gives(world: int, skipping: int | None) -> 
     assert set(expected["net.blocks.0"]) >= GRADIENT
     for found in run_ranks(observed, world, skipping):
         assert list(found) == ["net.blocks.0", "net.blocks.1"]
+        for layer, values in expected.items():
+            assert set(found[layer]) == set(values)
+            for name, value in values.items():
+                assert found[layer][name] == pytest.approx(value, rel=1e-6, abs=1e-12), (layer, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("skipping", [None, 1])
+def test_wrapped_models_give_what_one_process_gives(wrapper: str, world: int, skipping: int | None) -> None:
+    expected = together(world, skipping)
+    for found in run_ranks(observed, world, skipping, wrapper):
+        assert list(found) == list(expected)
         for layer, values in expected.items():
             assert set(found[layer]) == set(values)
             for name, value in values.items():
