@@ -371,3 +371,14 @@ def test_processes_that_lightning_starts_itself(method: str, tmp_path: Path) -> 
     assert len(lines) >= 3  # a header and two steps
     assert not dist.is_initialized()
     assert trainer.state.finished
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP1 refuses a CPU")
+def test_fsdp1_gives_what_a_single_device_gives() -> None:
+    found = []
+    for strategy in ("auto", "fsdp"):
+        monitor = AttentionMonitor()
+        trainer = quiet(accelerator="gpu", devices=1, strategy=strategy, callbacks=[monitor])
+        trainer.fit(Uneven(), loader_of(0))
+        found.append(values_of(monitor.history))
+    assert_alike(found[1], found[0])
