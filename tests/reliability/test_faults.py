@@ -13,16 +13,11 @@ from tests.reliability.registry import Fault
 
 IN_THREADS = [pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
 """A writer of TensorBoard that cannot write dies in a thread of its own."""
-UNFINISHED = ("Ctrl-C at any line of ours in an observed step",)
 pytestmark = [*LIGHTNING_ADVICE, *IN_THREADS]
 
 
 def parameter(fault: Fault) -> object:
-    marks = [] if fault.quick else [pytest.mark.slow]
-    if fault.name in UNFINISHED:
-        reason = "detach marks the probe as detached before it undoes anything"
-        marks.append(pytest.mark.xfail(strict=True, reason=reason))
-    return pytest.param(fault, id=fault.name, marks=marks)
+    return pytest.param(fault, id=fault.name, marks=() if fault.quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("fault", [parameter(fault) for fault in FAULTS.values()])

@@ -37,8 +37,9 @@ def section(soak: Soak) -> str:
         f"{soak.steps} steps of a model with two attentions, each observed and written to TensorBoard, one thread, "
         f"{soak.minutes:.0f} minutes; the files of the run then had {soak.size:.0f} MiB. Every {HEATED} steps a layer "
         "is made to saturate and to recover, so that events open and close. `history` fills up to its size and the "
-        "list of events grows by the events; nothing else may grow. Written by `python -m tests.soak`; a run of 500 "
-        "steps is a test."
+        "list of events grows by the events; nothing else may grow. The time of a step is that of the clock on the "
+        "wall: other work on the machine shows in it, and this machine had some. Written by `python -m tests.soak`; a "
+        "run of 500 steps is a test."
     )
     header = ["", *(f"step {sample.step}" for sample in picked)]
     curves = "![Memory, time of a step and counts over the steps](images/soak.svg)"
@@ -56,9 +57,10 @@ def draw(soak: Soak, path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(10, 5), layout="constrained")
     steps = [sample.step for sample in soak.samples]
     for axis, name in zip(axes.flat, list(SHOWN)[:6], strict=True):
-        axis.plot(steps, [shown(sample, name) for sample in soak.samples])
+        values = [shown(sample, name) for sample in soak.samples]
+        axis.plot(steps, values)
         axis.set_title(SHOWN[name].replace("`", ""), fontsize=9)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.15 * max(values) or 1)
         axis.set_xlabel("step", fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
