@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attn_monitor.capture.naming import Selection
 from attn_monitor.evaluation import EvaluationHooks
+from attn_monitor.guarding import guarded
 from attn_monitor.lightning_compat import accumulating, log_interval, loss_factor, still_scaled
 from attn_monitor.lightning_loop import LightningLoop
 from attn_monitor.monitoring import DEFAULT_RULE, Monitoring
@@ -165,30 +166,36 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
 
     # -- training ---------------------------------------------------------------------------------------------------
 
+    @guarded(ValueError)
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the choice of modules, and start afresh for another model."""
         self._losses = 0
         self._start_fit(LightningLoop(trainer), pl_module)
 
+    @guarded()
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Observe this batch if its optimizer step is one to log."""
         self._begin_step(LightningLoop(trainer), pl_module, log_interval(trainer))
 
+    @guarded()
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Note by what Lightning multiplied the loss of this backward pass."""
         if self._pooling(TRAIN):
             self._loss_factor = loss_factor(trainer, pl_module)
             self._losses += pl_module.automatic_optimization
 
+    @guarded()
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Expect backward passes outside of Lightning, whose loss nothing multiplies."""
         self._loss_factor = 1.0
 
+    @guarded()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measure the gradients of an observed step, as they are before clipping."""
         if self._pooling(TRAIN):
             self.flight_recorder.keep_gradients(optimizer, scaled=still_scaled(trainer, optimizer))
 
+    @guarded()
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -208,18 +215,22 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
         losses, self._losses = max(self._losses, 1), 0
         self._finish_step(loop, pl_module, losses)
 
+    @guarded()
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop an optimizer step that the end of the epoch cut short."""
         self._discard()
 
+    @guarded()
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of the model."""
         self._finish_fit(LightningLoop(trainer))
 
+    @guarded()
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind, but for what the flight recorder writes."""
         self._abandon(LightningLoop(trainer), exception)
 
+    @guarded()
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
         self._end_run()
@@ -227,18 +238,22 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
+    @guarded(ValueError)
     def start_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare to observe a run of the stage."""
         self._start_stage(stage, LightningLoop(trainer), pl_module)
 
+    @guarded()
     def start_batch(self, stage: str, trainer: Trainer) -> None:
         """Observe from here on."""
         self._begin_batch(stage, LightningLoop(trainer))
 
+    @guarded()
     def end_batch(self, stage: str, trainer: Trainer) -> None:
         """Stop to observe."""
         self._end_batch(stage, LightningLoop(trainer))
 
+    @guarded()
     def end_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the record of a run of an evaluation stage."""
         self._finish_stage(stage, LightningLoop(trainer), pl_module)

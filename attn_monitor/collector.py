@@ -76,6 +76,7 @@ class Collector:
         self._heads = HeadPlaces()
         self.gathered = False
         self._ended = False
+        self._broken = ""
         self.paths: dict[str, str] = {}
         self._first_pass: dict[str, list[tuple[str, Tensor]]] = {}
         self._unplaced: list[tuple[_Unplaced, AttentionSums]] = []
@@ -87,7 +88,7 @@ class Collector:
             deliver=self._place,
             failed=self._not_measured,
         )
-        self._taps = GradientTaps(self._looks, self._gradient_failed)
+        self._taps = GradientTaps(self._looks, self._gradient_failed, self.broken)
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -97,6 +98,8 @@ class Collector:
         lost = {name: why for name, why in self._lost.items() if name not in measured}
         hidden = shown & (self._unmeasured | lost.keys())
         found = {name: why for name, why in {**lost, **self._skipped}.items() if name not in hidden}
+        if self._broken:
+            found[self.placement.root] = f"watching it failed: {self._broken}"
         return {name: found[name] for name in (*self._order, *found) if name in found}
 
     @property
@@ -125,6 +128,8 @@ class Collector:
         """Let go of every tensor of the model."""
         try:
             self.settle()
+        except Exception as error:
+            self.broken(error)
         finally:  # also where the user interrupts it
             self._taps.remove()
             self._looks.free()
@@ -134,6 +139,7 @@ class Collector:
         """Forget what was collected; what was discovered stays."""
         self._taps.remove()
         self._looks.clear()
+        self._broken = ""
         self.sums.clear()
         self._order.clear()
         self._skipped.clear()
@@ -182,6 +188,11 @@ class Collector:
         name, owner = self.placement.owner()
         if self.placement.settled(owner):
             self._fail(name, error)
+
+    def broken(self, error: Exception) -> None:
+        """Take note that watching itself failed: nothing of what was seen can be trusted."""
+        self._broken = self._broken or _told(error)
+        self.sums.clear()
 
     def observed(self, name: str, sighting: Sighting, out: Tensor | None) -> None:
         """Take a call that the user shows."""
@@ -245,7 +256,7 @@ class Collector:
     # -- sums -------------------------------------------------------------------------------------------------------
 
     def _merge(self, record: str, sums: AttentionSums) -> None:
-        if record.partition("@")[0] in self._skipped or record in self._skipped:
+        if self._broken or record.partition("@")[0] in self._skipped or record in self._skipped:
             return
         with self._merging:
             before = self.sums.get(record)

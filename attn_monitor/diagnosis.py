@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from attn_monitor.growth import GROWN, PRODUCT, REST, SPREAD, grown_factors, growth
+from attn_monitor.growth import GROWN, PRODUCT, REST, SPREAD, Growth, grown_factors, growth
 
 FACTORS = (*PRODUCT, "qk_std", "logit_row_std", "logit_max")
 """The per-head numbers a diagnosis may use."""
@@ -17,7 +18,7 @@ SINK = 0.5
 """A head that has more of its probability than this on the first key, or on a learned sink, rests on a sink."""
 _NEAR = 0.1
 _MATTERS = 0.05
-"""Shares of a growth below this are not listed."""
+"""Where only one factor has a larger share of a growth than this, there are no shares to tell."""
 
 SLOWER = "lower the learning rate or warm up longer; QK-norm"
 NORMS = f"{SLOWER}, QK-clip, or weight decay on W_q and W_k"
@@ -28,6 +29,8 @@ LEARNED_SCALE = "bound the learned scale, or lower its learning rate"
 TEMPERATURE = "bound the temperature or scale, or lower its learning rate; normalise the vectors that it multiplies"
 RESTING = "nothing while the loss is fine, heads that rest on a sink are normal"
 PRECISION = "QK-norm or a logit softcap; until then keep the logits and the softmax in float32"
+INITIAL = "check the initialisation, or the checkpoint that was loaded"
+INITIAL_TEMPERATURE = "check the temperature or scale, or the checkpoint that was loaded"
 BROKEN = "look at the inputs and the step before; keep the logits and the softmax in float32"
 _REMEDIES = {"scale_ratio": LEARNED_SCALE, "q_rms": NORMS, "k_rms": NORMS, "alignment": DIRECTIONS, REST: ADDED}
 _LABELS = {
@@ -35,7 +38,7 @@ _LABELS = {
     "q_rms": "q_rms",
     "k_rms": "k_rms",
     "alignment": "the alignment of q and k",
-    REST: "what is added to scale * q.k (bias, row offsets)",
+    REST: "the rest (bias, softcap, row offsets)",
 }
 
 
@@ -62,6 +65,7 @@ def diagnose(
     head_dim: int | None,
     sink_mass: float | None = None,
     say_shares: bool = True,
+    scale_meant: bool = False,
 ) -> Diagnosis:
     """Return why a head's logits are large.
 
@@ -72,23 +76,27 @@ def diagnose(
         head_dim: D of query and key.
         sink_mass: The probability on the first key and a learned sink.
         say_shares: Whether the cause names the shares of the factors.
+        scale_meant: Whether the scale is what the design wants, as in cosine attention, whatever it is.
     """
     factors = grown_factors(now, first)
     grown = {name: by for name, by in factors.items() if by >= GROWN}
     whole = growth(now, first)
     shares = dict(whole.shares) if whole is not None else {}
-    scale = "" if "scale_ratio" in grown else scale_in_words(now.get("scale_ratio"), head_dim)
+    scale = "" if scale_meant or "scale_ratio" in grown else scale_in_words(now.get("scale_ratio"), head_dim)
     clauses, remedies = ([scale], [SCALE]) if scale else ([], [])
     if not any(name in now for name in (*PRODUCT, "qk_std")):
-        if clause := _logits_clause(now, first, since):
-            clauses, remedies = [clause], [TEMPERATURE]
+        if clause := _logits_clause(whole, now, since):
+            clauses = [clause]
+            remedies = [TEMPERATURE if _has_grown(whole) else INITIAL_TEMPERATURE]
     elif grown:
         most = max(grown, key=lambda name: grown[name])
         clauses.append(_growth_clause(grown, most, shares if say_shares else {}, since))
         remedies.append(_REMEDIES[most])
     elif not scale and (largest := _largest(now)):
-        clauses.append(f"{_LABELS[largest]} is {now[largest]:.3g} (usual: about 1)")
-        remedies.append(_REMEDIES[largest])
+        initial = first.get(largest, 0) > GROWN
+        since_when = " at the first observation already" if initial else ""
+        clauses.append(f"{_LABELS[largest]} is {now[largest]:.3g}{since_when} (usual: about 1)")
+        remedies.append(INITIAL if initial else _REMEDIES[largest])
     if sink_mass is not None and sink_mass > SINK:
         clauses.append(f"the head rests on a sink, the first key has {sink_mass:.0%} of its probability")
         remedies.insert(0, RESTING)
@@ -127,15 +135,27 @@ def _growth_clause(grown: Mapping[str, float], most: str, shares: Mapping[str, f
     complete = abs(sum(shares.values()) - 1) < _MATTERS
     if not complete or len(parts) < 2:
         return text
-    listed = sorted(parts, key=lambda part: -part[1])
-    return f"{text} ({', '.join(f'{name} {share:.0%}' for name, share in listed)} of the growth)"
+    listed = sorted(_percent(shares).items(), key=lambda part: (part[0] == REST, -part[1]))
+    return f"{text} ({', '.join(f'{name} {share}%' for name, share in listed if share)} of the growth)"
 
 
-def _logits_clause(now: Mapping[str, float], first: Mapping[str, float], since: int) -> str:
+def _percent(shares: Mapping[str, float]) -> dict[str, int]:
+    """Round shares to whole per cent that add up to 100: those that lose most by rounding down are rounded up."""
+    rounded = {name: math.floor(100 * share) for name, share in shares.items()}
+    lost = sorted(shares, key=lambda name: 100 * shares[name] - rounded[name], reverse=True)
+    for name in lost[: 100 - sum(rounded.values())]:
+        rounded[name] += 1
+    return rounded
+
+
+def _has_grown(whole: Growth | None) -> TypeGuard[Growth]:
+    return whole is not None and whole.total >= GROWN
+
+
+def _logits_clause(whole: Growth | None, now: Mapping[str, float], since: int) -> str:
     """Say what is known of logits that were shown without query and key; empty if that is nothing."""
-    whole = growth(now, first)
     largest = f", the largest is {now['logit_max']:.3g} now" if "logit_max" in now else ""
-    if whole is not None and whole.total >= GROWN:
+    if _has_grown(whole):
         return (
             f"a temperature, scale or vectors that grew, since the logits spread {whole.total:.3g}x as far as at step "
             f"{since}{largest} (without query and key no more is known)"

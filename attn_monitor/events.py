@@ -21,7 +21,7 @@ COLLAPSE = "jacobian_trace"
 
 _LISTED = 20
 """How many heads one text lists at most."""
-LISTED_ALOUD = 5
+LISTED_ALOUD = 3
 """How many heads a warning or an error lists at most: the worst, since one cause mostly has many heads."""
 _CAUSE = "likely cause"
 _HEADINGS: Mapping[Topic, tuple[str, str]] = {
@@ -136,7 +136,7 @@ class SaturationEvent:
         if self.statistic == OVERFLOW:
             return f"has a logit of {self.value:.3g}, {self.ratio:.0%} of the largest float16 number, 65504"
         if self.statistic == COLLAPSE:
-            return f"passes {self.value:.1%} of the gradient that uniform attention would (jacobian_trace)"
+            return f"passes {self.value:.1%} of the gradient of uniform attention (jacobian_trace)"
         if self.statistic == "critical_ratio":
             return f"is saturated, critical_ratio {self.value:.3g} (limit {self.threshold:g})"
         return (
@@ -174,9 +174,11 @@ def listed(events: Sequence[SaturationEvent], where: str = "`monitor.events`", m
     for event in worst[:most]:
         groups.setdefault((event.critical_reason, event.remedy), []).append(event)
     lines = []
+    said = {""}
     for (reason, _), group in groups.items():
         lines += [f"  step {event.latest}: {event.finding}" for event in group]
-        if reason:
+        if reason not in said:
+            said.add(reason)
             lines.append(f"    critical: {reason}")
         if explanation := group[0].explanation:
             whose = f"{_CAUSE} (for the worst of these, head {group[0].head} of {group[0].layer}):"

@@ -36,10 +36,11 @@ class FlightRecorder:
 
     They are written as `attn_monitor_flight_<step>.json` into the folder of every logger that has one, else into the
     trainer's `default_root_dir`: when an event is or becomes critical, when the loss or a logit turns nan or inf, and
-    when an exception ends the fit. `attn-monitor report` shows them. A fit leaves 8 files at most, 4 of them for
-    critical events alone; after that the latest is replaced. `fast_dev_run` writes nothing, nor can a folder that is an
-    address be written to; the checkpoints then hold what there is. The files of a second monitor of the same training
-    start with `monitor2_`, as its tags do.
+    when an exception ends the fit. What an update with nan makes nan afterwards leaves no file of its own.
+    `attn-monitor report` shows them. A fit leaves 8 files at most, 4 of them for critical events alone; after that the
+    latest is replaced. `fast_dev_run` writes nothing, nor can a folder that is an address be written to; the
+    checkpoints then hold what there is. The files of a second monitor of the same training start with `monitor2_`, as
+    its tags do.
 
     On a step that is not observed the recorder keeps a reference to the loss, and nothing else. With the next record
     these losses are read, all at once, so that the step of the first one that is not finite is known if it is among
@@ -171,9 +172,12 @@ class FlightRecorder:
             self.memory.add(self._observation(loop, model, step, statistics), statistics, rule)
         self._norms.clear()
         self._rates.clear()
-        reasons = [_EVENT] if any(event.severity == "critical" for event in changed) else []
+        echo, reasons = self._logits_broken, list[str]()
         with surviving(self._report, "looking for nan and inf"):
-            reasons += self._not_finite(step, statistics, turned)
+            reasons = self._not_finite(step, statistics, turned)
+            echo = echo or (self._turn is not None and not reasons)
+        if any(event.severity == "critical" and not (echo and event.kind == "nonfinite") for event in changed):
+            reasons.insert(0, _EVENT)
         self.wants_next = turned is not None and not self._logits_broken
         if reasons:
             self._write(loop, step, reasons, rule, events)
@@ -249,7 +253,10 @@ class FlightRecorder:
         )
 
     def _not_finite(self, step: int, statistics: Mapping[str, AttentionStatistics], turned: Turn | None) -> list[str]:
-        """Return what turned nan or inf, after finding out where it began."""
+        """Return what turned nan or inf, after finding out where it began.
+
+        An update with nan makes all heads nan: after a loss that was told of, that is nothing new.
+        """
         broken = bool(broken_heads(statistics))
         logits_turned = broken and not self._logits_broken
         earlier = self.began if self._logits_broken else None
@@ -257,7 +264,10 @@ class FlightRecorder:
         if turned is None and not logits_turned:
             return []
         largest = self.memory.largest_logit()
-        self.began = where_it_began(turned or self._turn, step, statistics, largest, earlier=earlier)
+        began = where_it_began(turned or self._turn, step, statistics, largest, earlier=earlier)
+        if turned is None and self._turn is not None and began.basis != "logits":
+            return []
+        self.began = began
         if turned is None:  # of logits alone the event tells
             return [_LOGITS]
         return [_LOSS, *([_LOGITS] if logits_turned else [])]

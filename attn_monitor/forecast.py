@@ -48,6 +48,7 @@ class Forecast:
         latest: Its upper end.
         statistic: What the limit is set on, the rule's statistic or `"critical_ratio"`.
         head_dim: D of query and key, `None` if unknown.
+        remedy: What people do about what makes its logits large.
     """
 
     step: int
@@ -60,9 +61,15 @@ class Forecast:
     latest: int
     statistic: str = "logit_row_std"
     head_dim: int | None = None
+    remedy: str = SLOWER
 
     def __str__(self) -> str:
-        return f"{self.line}\n  what helps before that: {SLOWER}"
+        return f"{self.line}\n  {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What helps, in one line."""
+        return f"what helps before that: {self.remedy}"
 
     @property
     def line(self) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from attn_monitor.call_evidence import Evidence
@@ -25,7 +26,15 @@ AMBIGUOUS = "several slices of the linear layers around it fit its {side} alike"
 NORMALISED = "its {side} are normalised after the projection, so that rescaling the weights does nothing"
 COMPUTED = "its {side} are not plainly input times weight: the weight may be normalised, or changed in the forward pass"
 SHARED = "the weight that makes its {side} is shared with another layer, or shares its memory with another tensor"
+USED = (
+    "what its layer puts out as queries or keys is also used outside of attention, as in a residual connection or a "
+    "gate: the gradient that came back is not that of the logits alone"
+)
 ADAPTED = "its {side} come out of a layer with an adapter (LoRA), which rescaling one weight does not scale as a whole"
+_USED = 0.05
+"""How far sums may be apart, relative to the root of the summed squares: half precision makes about 0.005."""
+_TINY = 4.0
+"""By how many of the smallest numbers a gradient may be off: without a scaled loss float16 has not many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class HeadWeights:
         why: Why there is none.
         gains: By what queries and keys are longer than what these weights put out.
         calls: Which calls of their modules made them.
+        used: Whether more than the logits is made of the queries or keys of the layer, as far as gradients tell.
+        sources: Which calls of which modules made queries and keys of any head of the layer.
     """
 
     query: Slice
@@ -45,6 +56,8 @@ class HeadWeights:
     why: str = ""
     gains: tuple[float, float] = field(default=(math.nan, math.nan), compare=False)
     calls: frozenset[tuple[nn.Module, int]] = field(default=frozenset(), compare=False)
+    used: bool = field(default=False, compare=False)
+    sources: frozenset[tuple[nn.Module, int]] = field(default=frozenset(), compare=False)
 
 
 def head_weights(
@@ -65,6 +78,13 @@ def head_weights(
     keys = [own_keys[head // group] for head in range(len(queries))]
     uses = Counter(queries), Counter(keys)
     values = look.values(found.value, {part for part in (*queries, *keys) if isinstance(part, Slice)})
+    used = values is not None and any(
+        look.is_used([query for query, other in zip(queries, keys, strict=True) if other == key], key)
+        for key in uses[1]
+        if isinstance(key, Slice) and key not in values
+    )
+    made = [part for part in (*uses[0], *uses[1]) if isinstance(part, Slice)]
+    sources = frozenset((part.module, look.calls[part]) for part in made)
     gains = found.gains[0].tolist(), found.gains[1].tolist()
     heads: list[HeadWeights | str] = []
     for head, (query, key) in enumerate(zip(queries, keys, strict=True)):
@@ -94,6 +114,8 @@ def head_weights(
                     math.nan if own_key is None else gains[1][head // group][look.block[own_key]],
                 ),
                 calls=frozenset((part.module, look.calls[part]) for part in parts),
+                used=used,
+                sources=sources,
             )
         )
     return heads
@@ -152,6 +174,26 @@ class _Look:
             return set().union(*(self._fitting(row) for row in errors.tolist()))
         spare = self.features - len(claimed) * self.found.depth
         return set() if spare >= self.found.depth else None
+
+    def is_used(self, queries: Sequence[Slice | str], key: Slice) -> bool:
+        """Tell whether the gradients of a key head and of its query heads are not those of logits alone.
+
+        Whatever becomes of products of queries and keys, the sum over tokens of query times its gradient is that of key
+        times its gradient: to lengthen the ones is to lengthen the others. Any further use adds to one side.
+        """
+        flows = [self._flow(part) for part in (*queries, key)]
+        known = [flow for flow in flows if flow is not None]
+        if len(known) < len(flows):
+            return False
+        *of_queries, of_key = known
+        total, square, tiny = (torch.stack(of_queries).sum(0) + of_key * of_key.new_tensor([-1, 1, 1])).tolist()
+        return bool(abs(total) > _USED * math.sqrt(square) + _TINY * math.sqrt(tiny))
+
+    def _flow(self, part: Slice | str) -> Tensor | None:
+        if isinstance(part, str):
+            return None
+        output, features = self.found.blocks[self.block[part]]
+        return output.flow_of(features)
 
     def _fitting(self, errors: list[float]) -> set[Slice]:
         plain = [error if part is not None else math.inf for error, part in zip(errors, self.parts, strict=True)]

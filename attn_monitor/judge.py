@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attn_monitor.audit import UniformWatch, override_findings, scale_findings
@@ -62,10 +62,12 @@ class Judge:
         new = {layer: stats for layer, stats in statistics.items() if layer not in self._audited}
         overrides = [] if self._audited else override_findings(list(new), self.rule) if new else []
         self._audited.update(new)
+        changes = self.tracker.update(step, statistics)
+        foretold = self._forecaster.update(step, statistics)
         return Judgement(
-            changes=self.tracker.update(step, statistics),
+            changes=changes,
             findings=[*overrides, *scale_findings(new, self.rule), *self._uniform.update(step, statistics)],
-            forecasts=self._forecaster.update(step, statistics),
+            forecasts=[self._advised(forecast, statistics[forecast.layer]) for forecast in foretold],
             near=self.is_near(statistics),
             broken=any(bool(stats.nonfinite.any()) for stats in statistics.values()),
         )
@@ -77,6 +79,12 @@ class Judge:
             bool((rules[layer].ratio(stats) > NEAR * rules[layer].limit(stats)).any())
             for layer, stats in statistics.items()
         )
+
+    def _advised(self, forecast: Forecast, stats: AttentionStatistics) -> Forecast:
+        """Return a forecast with the remedy for its head, which is the scale only where the audit finds it wrong."""
+        meant = not scale_findings({forecast.layer: stats}, self.rule)
+        remedy = self.tracker.remedy(forecast.layer, forecast.head, stats, scale_meant=meant)
+        return replace(forecast, remedy=remedy) if remedy else forecast
 
     def forget(self, layers: Iterable[str] | None = None) -> None:
         """Drop the memory of some layers, of all for `None`; the list of events stays."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_monitor import lightning_compat as compat
+from attn_monitor.guarding import UsersError
 from attn_monitor.ranks import RankReduction
 
 if TYPE_CHECKING:
@@ -80,12 +81,20 @@ class LightningLoop:
     def save_checkpoint(self, name: str) -> str:
         """Save a checkpoint in the folder `checkpoints` of the run, which may be an address."""
         path = f"{compat.run_directory(self._trainer)}/checkpoints/{name}.ckpt"
-        self._trainer.save_checkpoint(path)
+        try:
+            self._trainer.save_checkpoint(path)
+        except Exception:
+            # Lightning ends with a barrier, at which the other ranks wait: the first alone writes, and may fail to.
+            self._trainer.strategy.barrier()
+            raise
         return path
 
     def call(self, action: Callable[[Any, Any, Any], None], model: Any, events: Any) -> None:
         """Call a function of the user's with the trainer."""
-        action(self._trainer, model, events)
+        try:
+            action(self._trainer, model, events)
+        except Exception as error:
+            raise UsersError(error) from error
 
     def any_rank(self, flag: bool) -> bool:
         """Tell whether a flag is up on any rank."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attn_monitor.head_norms import sampled_tokens
+from attn_monitor.sums import state_dtype
+from attn_monitor.unseen import unseen
 
 _LINEAR = 0.05
 """How far an output may be from weight times input, relative: half precision rounds; what is no product is off by 1."""
@@ -94,6 +96,7 @@ class Output:
             for the device.
         computed: Whether the weight takes part only by way of something computed from it.
         call: Which call of the module it was, in the step in which it is looked at.
+        flow: What came back of each feature in the backward pass, see `flow_of`; `None` if nothing did.
         features: How many output features there are.
     """
 
@@ -106,6 +109,7 @@ class Output:
     errors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     computed: bool = False
     call: int = 0
+    flow: Tensor | None = None
     features: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,9 +143,37 @@ class Output:
         off, square = self.errors[dim]
         if off.dim() == 0:
             return True
-        chosen = torch.arange(features.start, features.stop, features.step or 1) % self.features
+        chosen = self._chosen(features)
         limit = _FULL_LINEAR if self.tensor.dtype in (torch.float32, torch.float64) else _LINEAR
         return _relative(off[chosen], square[chosen]) < limit
+
+    def flow_of(self, features: slice) -> Tensor | None:
+        """Return what came back of some features, [3], `None` if nothing did.
+
+        It is the sum over tokens of output times gradient, the sum of its squares, and what the rounding of the
+        smallest gradients adds to these.
+        """
+        return None if self.flow is None else self.flow[:, self._chosen(features)].sum(1)
+
+    def follow(self, tensor: Tensor) -> None:
+        """Have the gradient of an output tell, once it comes, whether attention is all that the output is for."""
+        out = tensor.detach()
+        version = out._version
+
+        def note(gradient: Tensor) -> None:
+            try:
+                with unseen(), torch.no_grad():
+                    if out._version == version and type(gradient) is Tensor:
+                        found = _flow(out, gradient)
+                        self.flow = found if self.flow is None else self.flow + found
+            except Exception:  # then nothing is known, and the training is not to be disturbed
+                self.flow = None
+
+        if tensor.requires_grad and type(out) is Tensor:
+            tensor.register_hook(note)
+
+    def _chosen(self, features: slice) -> Tensor:
+        return torch.arange(features.start, features.stop, features.step or 1) % self.features
 
     def slice(self, dim: int, features: slice) -> Slice:
         """Return the part of the weight that makes some features."""
@@ -216,6 +248,7 @@ def own_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return [found]
     found.weight, found.bias = "weight", "bias" if isinstance(bias, Tensor) else None
     found.computed = _is_computed(tensor, weight)
+    found.follow(tensor)
     chosen = sampled_tokens(tensor.numel() // tensor.shape[-1])
     x, out = (part.detach().flatten(0, -2)[chosen].float() for part in (given, tensor))
     if isinstance(bias, Tensor):
@@ -257,6 +290,15 @@ def packed_outputs(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs:
             )
         )
     return found
+
+
+def _flow(out: Tensor, gradient: Tensor) -> Tensor:
+    """Return for each feature what `Output.flow_of` adds up, [3, F]."""
+    dtype = state_dtype(out.device)
+    tiny = torch.finfo(gradient.dtype).smallest_normal * torch.finfo(gradient.dtype).eps
+    out = out.flatten(0, -2).to(dtype)
+    products = out * gradient.flatten(0, -2)
+    return torch.stack([products.sum(0), products.square().sum(0), out.mul(tiny).square().sum(0)])
 
 
 def _relative(off: Tensor, square: Tensor) -> float:

@@ -63,7 +63,11 @@ class Loop(Protocol):
         """Save the training as it is and return where; every rank has to ask."""
 
     def call(self, action: Callable[[Any, Any, Any], None], model: Any, events: Any) -> None:
-        """Call a function of the user's with what runs the loop, the model and events."""
+        """Call a function of the user's with what runs the loop, the model and events.
+
+        Raises:
+            UsersError: With what it raised.
+        """
 
     def any_rank(self, flag: bool) -> bool:
         """Tell whether a flag is up on any rank; every rank has to ask."""

@@ -163,11 +163,6 @@ def blocked_entries(
     return Blocked(start, keep, start + keep.expand(*keep.shape[:3], columns - start).sum(-1))
 
 
-def finite_indicator(values: Tensor) -> Tensor:
-    """Return 1 where an entry is finite, 0 elsewhere, in plain arithmetic: bool tiles are slow on CPUs."""
-    return values.sub(values).add_(1).nan_to_num_(nan=0)
-
-
 def _blocked_by_mask(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= BLOCKING_BIAS
 

@@ -21,7 +21,7 @@ from attn_monitor.events import AttentionWarning, SaturationEvent
 from attn_monitor.flight_recorder import FlightRecorder
 from attn_monitor.judge import Judge, Judgement
 from attn_monitor.loop import Loop
-from attn_monitor.notices import Notices
+from attn_monitor.notices import Notices, surviving
 from attn_monitor.observer import Observer
 from attn_monitor.publishing import Publisher
 from attn_monitor.qk_clip import Clipper, QKClip
@@ -124,11 +124,15 @@ class Monitoring(ObservedStages):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the events and what is remembered of each head, as plain values and tensors."""
-        return {
-            **self._judge.state_dict(),
-            "cadence": self._cadence.state_dict(),
-            "flight": self.flight_recorder.state_dict(),
-        }
+        try:
+            return {
+                **self._judge.state_dict(),
+                "cadence": self._cadence.state_dict(),
+                "flight": self.flight_recorder.state_dict(),
+            }
+        except Exception as error:  # the checkpoint of the user's model is worth more
+            self._notices.add(f"the checkpoint holds nothing of the monitor: {type(error).__name__}: {error}")
+            return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; a state that does not fit is ignored with a warning."""
@@ -190,14 +194,23 @@ class Monitoring(ObservedStages):
             losses: Over how many losses of this process the step takes the mean.
         """
         step = loop.step
-        if self._clipper is not None:
-            self._clipper.end()
-        record = self._observers[TRAIN].collect(losses=losses)
+        record = self._observers[TRAIN].collect(losses=losses)  # the ranks meet here
+        judgement, near = Judgement(), self._cadence.near
+        with surviving(self._notices.add, f"making the record of step {step}"):
+            judgement = self._shown_record(loop, model, step, record)
+            near = judgement.near
+        self._cadence.near = near
+        self._observe_alike()  # and here, whatever became of the record
+        self._responder.respond(loop, model, judgement, step)
+
+    def _shown_record(
+        self, loop: Loop, model: nn.Module, step: int, record: Mapping[str, AttentionStatistics] | None
+    ) -> Judgement:
+        """Judge a record, publish it, and keep it."""
         if record is not None:
             self._audit(TRAIN, model, record)
             self._forget_absent(record)
         judgement = self._judged(step, record or {})
-        self._cadence.near = judgement.near
         clipped = self._clip(model, record or {}, step)
         # The model-wide tags must exist even without a record, or EarlyStopping ends the run.
         statistics = {layer: stats.only(self._recorded) for layer, stats in (record or {}).items()}
@@ -205,12 +218,14 @@ class Monitoring(ObservedStages):
             self.history.append((step, statistics))
         lost = None if record is None else self._observers[TRAIN].skipped
         open_heads = self._judge.tracker.open_heads
-        self._publishers[TRAIN].publish(loop, step, statistics, open_heads, judgement.changes, more=clipped, lost=lost)
+        notes = [*judgement.findings, *map(str, judgement.forecasts)]
+        self._publishers[TRAIN].publish(
+            loop, step, statistics, open_heads, judgement.changes, more=clipped, lost=lost, notes=notes
+        )
         changed = [*judgement.changes.opened, *judgement.changes.escalated]
         self.flight_recorder.record(loop, model, record or {}, self.saturation, changed, self.events)
         self._cadence.urgent |= self.flight_recorder.wants_next
-        self._observe_alike()
-        self._responder.respond(loop, model, judgement, step)
+        return judgement
 
     def _finish_fit(self, loop: Loop) -> None:
         """Let go of the model."""
@@ -269,6 +284,13 @@ class Monitoring(ObservedStages):
         if self._clipper is not None:
             self._clipper.end()
         super()._discard()
+
+    def _hook_failed(self, name: str, error: Exception) -> None:
+        """Report an error of ours and leave nothing behind; what fails in that as well is given up."""
+        with suppress(Exception):
+            self._notices.add(f"{name} failed, this record is lost: {type(error).__name__}: {error}")
+        with suppress(Exception):
+            self._discard()
 
     def _end_run(self) -> None:
         self._discard()

@@ -21,6 +21,10 @@ from attn_monitor.events import (
 from attn_monitor.forecast import Forecast
 
 _News = TypeVar("_News")
+_LISTED_LAYERS = 5
+"""How many layers are named for one reason."""
+_LISTED_REASONS = 5
+"""How many reasons a text about layers has."""
 
 
 @contextmanager
@@ -40,23 +44,25 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[str] = []
+        self._waiting: list[tuple[str, str]] = []  # what it is about, and the text
         self._said: set[str] = set()
         self._layers: set[tuple[str, str]] = set()
         self._events: dict[Topic, _Doubling[SaturationEvent]] = {}
         self._remedies: set[tuple[Topic, str]] = set()
+        self._advice: set[str] = set()
         self._forecasts: _Doubling[Forecast] = _Doubling()
 
     def add(self, text: str) -> None:
         """Have something to say."""
-        self._waiting.append(text)
+        self._waiting.append((_without_details(text), text))
 
     def add_layers(self, start: str, texts: Mapping[str, str]) -> None:
-        """Have something to say about layers, in one text; each layer once for each start."""
+        """Have something to say about layers, in one text; each layer once for each start, however alike the texts."""
         new = {layer: text for layer, text in texts.items() if (start, layer) not in self._layers}
         self._layers.update((start, layer) for layer in new)
         if new:
-            self.add(f"{start}: {', '.join(f'{layer} ({text})' for layer, text in new.items())}")
+            text = f"{start}: {_by_reason(new)}"
+            self._waiting.append((text, text))
 
     def add_events(self, events: Sequence[SaturationEvent], start: str = "") -> None:
         """Have something to say about events.
@@ -81,17 +87,26 @@ class Notices:
         first = not self._forecasts.total
         news = self._forecasts.take(forecasts)
         soonest = sorted(news, key=lambda forecast: forecast.expected)
-        if first and news:
-            self.add("\n".join(map(str, soonest[:LISTED_ALOUD])) + _rest(len(news) - LISTED_ALOUD))
-        elif news:
-            self.add(f"{soonest[0].line}{_rest(len(news) - 1)}")
+        told = soonest[: LISTED_ALOUD if first else 1]
+        if not told:
+            return
+        lines = []
+        for remedy in dict.fromkeys(forecast.remedy for forecast in told):
+            group = [forecast for forecast in told if forecast.remedy == remedy]
+            lines += [forecast.line for forecast in group]
+            if remedy not in self._advice:
+                lines.append(f"  {group[0].advice}")
+            self._advice.add(remedy)
+        if more := len(news) - len(told):
+            lines.append(f"  and {more} more {'head is' if more == 1 else 'heads are'} on the way to the limit")
+        self.add("\n".join(lines))
 
     def say(self, aloud: bool) -> None:
         """Warn of everything that waits and was not said before; drop it if not `aloud`."""
         waiting, self._waiting = self._waiting, []
-        for text in waiting:
-            if (said := _without_details(text)) not in self._said:
-                self._said.add(said)
+        for about, text in waiting:
+            if about not in self._said:
+                self._said.add(about)
                 if aloud:
                     # Without a place: a line of this package would tell the user nothing.
                     message = AttentionWarning(text)
@@ -99,7 +114,7 @@ class Notices:
 
     def forget_said(self) -> None:
         """Start a run in which everything may be said again."""
-        for memory in (self._said, self._layers, self._events, self._remedies):
+        for memory in (self._said, self._layers, self._events, self._remedies, self._advice):
             memory.clear()
         self._forecasts = _Doubling()
 
@@ -136,10 +151,21 @@ class _Doubling(Generic[_News]):
         return told
 
 
-def _rest(heads: int) -> str:
-    if heads <= 0:
-        return ""
-    return f"\n  and {heads} more {'head is' if heads == 1 else 'heads are'} on the way to the limit"
+def _by_reason(texts: Mapping[str, str]) -> str:
+    """Return layers with what is said of them, those of which the same is said together; a model may have hundreds."""
+    groups: dict[str, list[str]] = {}
+    for layer, text in texts.items():
+        groups.setdefault(text, []).append(layer)
+    shown = list(groups.items())[:_LISTED_REASONS]
+    parts = [f"{_some(layers)} ({text})" for text, layers in shown]
+    if others := len(texts) - sum(len(layers) for _, layers in shown):
+        parts.append(f"and {others} more layer{'' if others == 1 else 's'} for other reasons")
+    return "; ".join(parts)
+
+
+def _some(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - _LISTED_LAYERS} more" if len(layers) > _LISTED_LAYERS else ""
+    return ", ".join(layers[:_LISTED_LAYERS]) + more
 
 
 def _without_details(text: str) -> str:

@@ -78,8 +78,12 @@ class Observer:
         """Detach and forget what was seen. Harmless at any time."""
         self.pooling = False
         self.end()
-        with self._surviving("resetting"):
-            self.probe.reset()
+        for _ in range(2):  # what is left of one step would falsify the record of the next
+            self._failure = ""
+            with self._surviving("resetting"):
+                self.probe.reset()
+            if not self._failure:
+                break
         self._failure = ""
 
     @contextmanager

@@ -61,6 +61,11 @@ class Placement:
         """Return the running modules, outermost first."""
         return self._running()
 
+    @property
+    def root(self) -> str:
+        """What the root is shown as."""
+        return self._root
+
     def owner(self) -> tuple[str, nn.Module | None]:
         """Return the module an attention seen now belongs to, and what it is shown as."""
         modules = self._running()

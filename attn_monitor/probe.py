@@ -131,7 +131,7 @@ class AttentionProbe:
         )
         self._placement = self._collector.placement
         self._mode = CaptureMode(self._collector)
-        self._tracker = ModuleTracker(self._mode, self._collector.start)
+        self._tracker = ModuleTracker(self._mode, self._collector.start, self._collector.broken)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._refused: dict[str, str] = {}
         self._unseen: dict[str, str] = {}
@@ -158,8 +158,12 @@ class AttentionProbe:
     @property
     def skipped(self) -> Mapping[str, str]:
         """Attention that is not measured, with the reason."""
-        of_all = self._of_all_ranks.skipped if self._of_all_ranks is not None else {}
-        return {**of_all, **self._own_skipped()}
+        own = {**self._refused, **self._unseen, **self._collector.skipped}
+        if self._of_all_ranks is None:
+            return own
+        measured = self._of_all_ranks.statistics
+        unseen = {name: reason for name, reason in self._unseen.items() if name not in measured}  # here, but elsewhere
+        return {**self._of_all_ranks.skipped, **self._refused, **unseen, **self._collector.skipped}
 
     @property
     def notes(self) -> Mapping[str, str]:
@@ -286,7 +290,7 @@ class AttentionProbe:
                 seen = Seen(
                     sums=self._collector.sums,
                     shards={name: (shard.count, shard.index) for name, shard in self._collector.head_shards.items()},
-                    skipped=self._own_skipped(),
+                    skipped={**self._refused, **self._collector.skipped},
                     notes=self.notes,
                     losses=losses,
                 )
@@ -299,9 +303,6 @@ class AttentionProbe:
         """Forget what was collected."""
         self._of_all_ranks = None
         self._collector.reset()
-
-    def _own_skipped(self) -> dict[str, str]:
-        return {**self._refused, **self._unseen, **self._collector.skipped}
 
     def _root_name(self) -> str:
         kind = type(getattr(self._model, "_orig_mod", self._model))

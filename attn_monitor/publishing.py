@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn_monitor.dashboards.given import Given
-from attn_monitor.dashboards.other_loggers import append_events, log_pictures, log_scalars, takes_pictures
+from attn_monitor.dashboards.other_loggers import append_records, log_pictures, log_scalars, takes_pictures
 from attn_monitor.dashboards.pictures import Picture, draw
 from attn_monitor.dashboards.scalars import scalars
 from attn_monitor.dashboards.tables import Rows, Snapshot, event_records
@@ -17,7 +17,8 @@ from attn_monitor.loop import Loop
 from attn_monitor.notices import surviving
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
-from attn_monitor.tags import PICTURES
+from attn_monitor.stored_events import note_records
+from attn_monitor.tags import EVENTS_FILE, NOTES_FILE, PICTURES
 from attn_monitor.tracking import Changes
 
 _ALL_OF_THE_FIRST = 16
@@ -75,6 +76,7 @@ class Publisher:
         changes: Changes | None = None,
         more: Mapping[str, float] | None = None,
         lost: Collection[str] | None = (),
+        notes: Sequence[str] = (),
     ) -> None:
         """Publish a record.
 
@@ -89,6 +91,7 @@ class Publisher:
             changes: What the record changed.
             more: Other model-wide numbers, by tag.
             lost: The layers that ran and could not be measured; `None` if the whole record was lost.
+            notes: What is said of it beside its events, such as a wrong scale and forecasts.
         """
         changes = Changes() if changes is None else changes
         changed = bool(changes.opened or changes.escalated or changes.ended)
@@ -105,7 +108,10 @@ class Publisher:
             return
         if changed:
             with surviving(self._report, "writing the file of events"):
-                append_events(loop.loggers, event_records(step, changes), self._prefix)
+                append_records(loop.loggers, event_records(step, changes), f"{self._prefix}{EVENTS_FILE}")
+        if notes:
+            with surviving(self._report, "writing the file of notes"):
+                append_records(loop.loggers, note_records(step, notes), f"{self._prefix}{NOTES_FILE}")
         self._observations += 1
         pictures: dict[str, Picture] = {}
         with surviving(self._report, "making the tables of heads"):
@@ -122,6 +128,7 @@ class Publisher:
                         pictures=pictures if due else None,
                         curves=len(tags),
                         lost=lost,
+                        notes=notes,
                     )
                 )
         experiments: list[object] = []
@@ -135,7 +142,7 @@ class Publisher:
         with surviving(self._report, "writing to TensorBoard"):
             self._tell(self._dashboard.send(experiments, tags))
         self._log_pictures(loop, pictures, step)
-        for name, logger in named.items() if changed else ():
+        for name, logger in named.items() if changed or notes else ():
             with surviving(self._report, f"flushing {name}"):
                 logger.save()  # the last points before a crash are the ones that matter
 

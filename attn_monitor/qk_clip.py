@@ -44,8 +44,9 @@ class QKClip:
 
     A head is refused with a reason where its weights cannot be found or rescaling them would be wrong: queries that are
     normalised after the projection (QK-norm, cosine attention), adapters (LoRA), weights that are frozen, quantised,
-    sharded, computed, or shared with another layer, queries that serve other attention, and logits that did not follow
-    when it was rescaled before. With an additive bias or a softcap only the part that is q.k shrinks.
+    sharded, computed, or shared with another layer, queries that serve other attention, queries or keys that serve
+    outside of attention as well (a residual, a gate), as far as the gradients of the step tell, and logits that did not
+    follow when it was rescaled before. With an additive bias or a softcap only the part that is q.k shrinks.
 
     Nothing happens between observed steps, and the weights of a layer are looked for from the observed step on that
     follows the one in which a head of it exceeded `tau`. Whoever relies on it observes every step: `every_n_steps=1`.
@@ -191,7 +192,9 @@ class Clipper:
     ) -> Clipped:
         entries, notes = self._entries(model, statistics, largest, above, several=agree is not None)
         clipped: list[ClippedHead] = []
-        refused = {layer: _SAMPLED for layer, values in largest.items() if not values}
+        # With nan logits nothing is known either, but that is no matter of settings, and is told elsewhere.
+        broken = {record.partition("@")[0] for record, stats in statistics.items() if bool(stats.nonfinite.any())}
+        refused = {layer: _SAMPLED for layer, values in largest.items() if not values and layer not in broken}
         factors: dict[Slice, float] = {}
         lengths = head_lengths(statistics)
         for layer, own in entries.items():

@@ -59,7 +59,7 @@ class Record:
 
     Attributes:
         statistics: The statistics of each layer, in the agreed order.
-        skipped: What is missing on any rank, with the reason.
+        skipped: What is missing on any rank, with the reason, which another rank may say in other words.
         notes: What to know about the numbers of a layer.
     """
 
@@ -108,8 +108,10 @@ class RankReduction:
         self._layout: dict[str, LayerHeads] = {}
         self._differing: dict[str, str] = {}
         self._told: set[str] = set()
+        self._shown: dict[str, tuple[int, int]] = {}
         self._headers: list[list[float]] = []
         self._broken = ""
+        self._failure = ""
 
     def reduce(self, seen: Seen, statistics: Iterable[str] | None = None) -> Record:
         """Return what all ranks saw together.
@@ -150,6 +152,7 @@ class RankReduction:
     def _reduce(self, seen: Seen, statistics: Iterable[str] | None) -> Record:
         if self._broken:
             raise RankError(f"there are no more records, the processes lost each other: {self._broken}")
+        self._failure = seen.failure
         metric = self._gathered(seen, statistics)
         elsewhere: dict[str, str] = {}
         notes: dict[str, str] = dict(seen.notes)
@@ -173,20 +176,31 @@ class RankReduction:
 
     def _gathered(self, seen: Seen, statistics: Iterable[str] | None) -> AttentionMetric:
         """Return the metric with the states of all ranks pooled, as far as their layers are agreed on."""
+        try:
+            metric, known = self._filled(seen, statistics)
+        except Exception as error:  # the others must not wait for what this rank can't send
+            self._failure = f"{type(error).__name__}: {error}"
+            seen = Seen(failure=self._failure)
+            metric, known = self._filled(seen, statistics)
+
+        def gather(state: Tensor, group: object) -> list[Tensor]:
+            return self._gather(state, seen, known)
+
+        metric.dist_sync_fn, metric.distributed_available_fn = gather, lambda: True
+        metric.sync(dist_sync_fn=gather, distributed_available=metric.distributed_available_fn)
+        return metric
+
+    def _filled(self, seen: Seen, statistics: Iterable[str] | None) -> tuple[AttentionMetric, set[str]]:
+        """Return a metric with what this rank saw, over the agreed layers, and which of them it knows."""
         here = {} if seen.failure else seen.heads()
         known = {name for name, heads in here.items() if self._fits(name, heads)}
-        metric = AttentionMetric(
-            statistics,
-            layout={name: here[name] if name in known else heads for name, heads in self._layout.items()},
-            dist_sync_fn=lambda state, group: self._gather(state, seen, known),
-            distributed_available_fn=lambda: True,
-        )
+        layout = {name: here[name] if name in known else heads for name, heads in self._layout.items()}
+        metric = AttentionMetric(statistics, layout=layout)
         counting = [name for name in self._layout if name in known and (here[name].shards > 1 or not self._duplicate)]
         metric.update({name: seen.sums[name] for name in counting})
         lost = seen.skipped.keys()
         metric.give_up(name for name in self._layout if name in lost or name.partition("@")[0] in lost)
-        metric.sync(dist_sync_fn=metric.dist_sync_fn, distributed_available=metric.distributed_available_fn)
-        return metric
+        return metric, known
 
     def _fits(self, name: str, heads: LayerHeads) -> bool:
         agreed = self._layout.get(name)
@@ -194,8 +208,11 @@ class RankReduction:
 
     def _gather(self, state: Tensor, seen: Seen, known: set[str]) -> list[Tensor]:
         """Send the state behind a header and return the states of all ranks."""
-        unknown = seen.sums.keys() - known - self._differing.keys()
-        news = unknown | ((seen.skipped.keys() | seen.notes.keys()) - self._told)
+        news = (seen.skipped.keys() | seen.notes.keys()) - self._told
+        if not seen.failure:
+            # Of a layer whose heads differ between the ranks there is news only when they change here.
+            here = seen.heads()
+            news |= {name for name, heads in here.items() if name not in known and self._shown.get(name) != heads[:2]}
         header = [float(bool(news)), float(bool(seen.failure)), 0.0 if self._duplicate else float(seen.losses)]
         sent = torch.cat([torch.tensor(header, dtype=state.dtype, device="cpu"), state.flatten()]).to(self._device)
         received = [torch.empty_like(sent) for _ in range(self._ranks)]
@@ -208,10 +225,10 @@ class RankReduction:
     def _exchange(self, seen: Seen) -> list[dict[str, Any]]:
         """Tell all ranks in words what is here, and return what each of them says."""
         mine = {
-            "heads": {name: list(heads) for name, heads in seen.heads().items()},
+            "heads": {} if self._failure else {name: list(heads) for name, heads in seen.heads().items()},
             "skipped": dict(seen.skipped),
             "notes": dict(seen.notes),
-            "failure": seen.failure,
+            "failure": self._failure,
         }
         told: list[Any] = [None] * self._ranks
         with unseen():
@@ -220,20 +237,35 @@ class RankReduction:
 
     def _agree(self, told: list[dict[str, Any]]) -> bool:
         """Take over what the ranks told of their layers; tell whether the layout is another one now."""
-        layout, differing = dict(self._layout), dict(self._differing)
         first: dict[str, tuple[int, list[int]]] = {}
+        differing: dict[str, str] = {}
+        names = list(self._layout)
         for rank, other in enumerate(told):
             self._told |= other["skipped"].keys() | other["notes"].keys()
+            _merge_order(names, list(other["heads"]))
             for name, heads in other["heads"].items():
                 before, known = first.setdefault(name, (rank, heads))
                 if known[:2] != heads[:2]:
                     differing[name] = f"rank {before} has {known[0]} heads of it, and rank {rank} has {heads[0]}"
-        for name, (_, heads) in first.items():
-            layout[name] = LayerHeads(heads[0], heads[1])
-        layout = {name: heads for name, heads in layout.items() if name not in differing}
-        changed = layout != self._layout
-        self._layout, self._differing = layout, differing
+        self._shown = {name: (heads[0], heads[1]) for name, heads in told[self._rank]["heads"].items()}
+        known_before = {name: reason for name, reason in self._differing.items() if name not in first}
+        self._differing = {**known_before, **differing}
+        layout = {name: LayerHeads(*first[name][1][:2]) if name in first else self._layout[name] for name in names}
+        layout = {name: heads for name, heads in layout.items() if name not in self._differing}
+        changed = list(layout.items()) != list(self._layout.items())
+        self._layout = layout
         return changed
+
+
+def _merge_order(names: list[str], others: list[str]) -> None:
+    """Insert what a rank has and `names` lacks behind what comes before it on that rank: both are in forward order."""
+    place = 0
+    for name in others:
+        if name in names:
+            place = names.index(name) + 1
+        else:
+            names.insert(place, name)
+            place += 1
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -29,7 +29,7 @@ class RowValues:
         largest, smallest: Of the finite logits.
         shift, rest, spread: An approximate mean relative to the largest; sum and root of the sum of squares of the
             deviations from it. The same of `scale * q.k` after `qk_`, with `qk_largest` and `qk_nonfinite`.
-        q_n, q_sq: Count and squares of the entries of the row's query.
+        q_n, q_sq: Count and squares of the entries of the row's query, 0 where a nan or inf is among them.
         top, ties: The largest probability, and how many keys have it.
         weighted: Sum of p times the logit's distance to the largest, <= 0.
         rest1, rest2, rest3: Over the other keys: minus the sum of p, the root of the sum of p^2, minus the sum of p^3.
@@ -123,7 +123,7 @@ class RowValues:
         if "top" in self:
             sums |= self._probability_sums(allowed, missing, sinks)
         if "q_sq" in self:
-            sums |= self._totals(seen, {name: self[name] for name in ("q_n", "q_sq")})
+            sums |= self._totals(seen & (self["q_n"] > 0), {name: self[name] for name in ("q_n", "q_sq")})
         return sums
 
     def gradient_sums(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,8 @@ COLLAPSED = 0.45
 CAPPED = 10.0
 """A softcap is saturated where `qk_std` is this many times `logit_std`, for the median head of the model: the gradient
 is lost in the cap, of which the trace of the softmax knows nothing."""
+HARMLESS = "no harm if the loss still falls"
+"""Attention that is sharp and useful looks the same from here: about one in five critical trainings ended well."""
 
 
 class Collapse:
@@ -63,7 +65,7 @@ def _blocked(statistics: Mapping[str, AttentionStatistics]) -> dict[str, str]:
         return {}
     reason = (
         f"only {_percent_below(mean)}% of the gradient of uniform attention gets through{_heads(every)} "
-        f"(critical below {COLLAPSED:.0%})"
+        f"(mean jacobian_trace, limit {COLLAPSED:.0%}); {HARMLESS}"
     )
     return {layer: reason for layer, found in traces.items() if found and sum(found) / len(found) < COLLAPSED}
 
@@ -75,8 +77,8 @@ def _saturated_caps(statistics: Mapping[str, AttentionStatistics]) -> dict[str, 
     if not every or every[len(every) // 2] <= CAPPED:
         return {}
     reason = (
-        f"the softcap is saturated, for the median head scale * q.k spreads {every[len(every) // 2]:.3g} times as far "
-        f"as the logits after it (critical above {CAPPED:g})"
+        f"the softcap is saturated, scale * q.k spreads {every[len(every) // 2]:.3g} times as far as the logits after "
+        f"it (median qk_std / logit_std, limit {CAPPED:g}); {HARMLESS}"
     )
     return {layer: reason for layer, found in squeezed.items() if found and max(found) > CAPPED}
 

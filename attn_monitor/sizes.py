@@ -8,14 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_monitor.masking import finite_indicator
 from attn_monitor.precision import known_finite
 from attn_monitor.sums import state_dtype
 from attn_monitor.tiles import TiledCall
 
 
 class KeySquares:
-    """Count and sum of squares of the finite entries of each key.
+    """Count and sum of squares of the entries of each key, 0 of one with a nan or inf in it.
 
     Args:
         tiled: The call; its key is known.
@@ -39,9 +38,11 @@ class KeySquares:
 
 
 def finite_squares(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return count and sum of squares of the finite entries along the last axis."""
+    """Return count and sum of squares of the entries along the last axis, 0 of a vector with a nan or inf in it."""
     squares = torch.linalg.vector_norm(values, dim=-1).square()
+    counts = torch.full_like(squares, values.shape[-1])
     if known_finite(squares):
-        return torch.full_like(squares, values.shape[-1]), squares
-    kept = finite_indicator(values)
-    return kept.sum(-1), torch.linalg.vector_norm(values.nan_to_num(nan=0, posinf=0, neginf=0), dim=-1).square()
+        return counts, squares
+    # What is inf only by squaring is no reason to leave a vector out.
+    whole = values.isfinite().all(-1)
+    return counts.where(whole, 0), squares.where(whole, 0)

@@ -1,13 +1,29 @@
-"""An event as a run stores it: JSON that is read back whatever became of it, in an order for readers."""
+"""Events and notes as a run stores them: JSON that is read back whatever became of it, in an order for readers."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 EventRecord = Mapping[str, object]
+NoteRecord = Mapping[str, object]
+"""What was said of a step beside its events: `step` and `note`, the text in one line."""
+
+
+def note_records(step: int, notes: Sequence[str]) -> list[str]:
+    """Return what was said of a step as JSON, one object per note."""
+    return [json.dumps({"step": step, "note": _in_one_line(note)}) for note in notes]
+
+
+def is_note(record: Mapping[str, object]) -> bool:
+    """Tell whether a record is a note."""
+    return isinstance(record.get("note"), str) and isinstance(record.get("step"), int)
+
+
+def _in_one_line(text: str) -> str:
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def parsed(text: str) -> dict[str, object]:

@@ -79,11 +79,15 @@ class GradientTaps:
     Args:
         looks: Measures what the hooks bring.
         failed: Takes the record and the error when that goes wrong.
+        broken: Takes an error that belongs to no record.
     """
 
-    def __init__(self, looks: Looks, failed: Callable[[Hashable, Exception], None]) -> None:
+    def __init__(
+        self, looks: Looks, failed: Callable[[Hashable, Exception], None], broken: Callable[[Exception], None]
+    ) -> None:
         self._looks = looks
         self._failed = failed
+        self.broken = broken
         # Only the hooks themselves, and so the graph, keep a slot alive.
         self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
         self._recomputed: dict[Hashable, list[Payload]] = {}
@@ -263,4 +267,7 @@ class _Hook:
         self.taps, self.slot, self.kind = taps, slot, kind
 
     def __call__(self, gradient: Tensor) -> None:
-        self.taps.received(self.slot, self.kind, gradient)
+        try:
+            self.taps.received(self.slot, self.kind, gradient)
+        except Exception as error:  # of ours, and not the backward pass's
+            self.taps.broken(error)

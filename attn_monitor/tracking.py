@@ -106,6 +106,18 @@ class SaturationTracker:
         near = overflow is not None and bool((overflow >= OVERFLOW_AHEAD).any())
         return not (near or bool(stats.nonfinite.any()) or bool((rule.ratio(stats) > rule.limit(stats)).any()))
 
+    def remedy(self, layer: str, head: int, stats: AttentionStatistics, *, scale_meant: bool = False) -> str:
+        """Return what people do about what makes a head's logits as large as they are, without an event; or nothing."""
+        reading, memory = _readings(self.rule.of(layer), stats)[head], self._layers[layer][head]
+        return diagnose(
+            reading.factors,
+            memory.baseline,
+            since=memory.since,
+            head_dim=reading.head_dim,
+            sink_mass=reading.sink_mass,
+            scale_meant=scale_meant,
+        ).remedy
+
     def forget(self, layers: Iterable[str] | None = None) -> None:
         """Drop the memory of some layers, of all for `None`; the list of events stays."""
         gone = list(self._layers) if layers is None else list(layers)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from attn_monitor.catalog import STATISTICS, Direction
 from attn_monitor.scales import RATIO, scale_of
-from attn_monitor.stored_events import names_a_head, parsed, worst_first
+from attn_monitor.stored_events import is_note, names_a_head, parsed, worst_first
 from attn_monitor.tags import BESIDE_THE_CATALOG, STANDARD_ERROR
 
 STAGES: Mapping[str, str] = {"": "", "val_": "validation", "test_": "test", "predict_": "prediction"}
@@ -26,8 +26,8 @@ STAGES: Mapping[str, str] = {"": "", "val_": "validation", "test_": "test", "pre
 PREFIX = r"(?:monitor\d+_)?(?:val_|test_|predict_)?"
 """What may stand before a tag: the number of the monitor, of the second one on, and the stage."""
 _ROOT = "attn_monitor/"
-_LAYERS, _HEAD_DIM, _EVENTS = "layers", "head_dim", "event_records"
-_NO_TABLES = {_LAYERS, _HEAD_DIM, _EVENTS, "events", "summary", "legend"}
+_LAYERS, _HEAD_DIM, _EVENTS, _NOTES = "layers", "head_dim", "event_records", "note_records"
+_NO_TABLES = {_LAYERS, _HEAD_DIM, _EVENTS, _NOTES, "events", "notes", "summary", "legend"}
 _PREFIXED = re.compile(f"^{PREFIX}(?=attn(_|/))")
 _OVERVIEW = {*STATISTICS, *BESIDE_THE_CATALOG, "saturated_heads", "observed_layers", "sampling_error"}
 """What our group of model-wide curves, `attn`, holds; a user may have a group of that name too."""
@@ -63,6 +63,7 @@ class RunData:
         tables: By name of the statistic; may load on access.
         events: What was opened, became critical or ended, oldest first, of one step the worst head first.
         scalars: The user's own, by tag; may load on access.
+        notes: What was said beside the events, such as a wrong scale and forecasts, oldest first: `step` and `note`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class RunData:
     tables: Mapping[str, Table]
     events: Sequence[Mapping[str, object]]
     scalars: Mapping[str, Series]
+    notes: Sequence[Mapping[str, object]] = ()
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -114,9 +116,9 @@ def statistic_of(tag: str, prefix: str = "") -> str | None:
     return name if tag.startswith(root) and name and "/" not in name and name not in _NO_TABLES else None
 
 
-def beside_tables(prefix: str = "") -> tuple[str, str, str]:
-    """Return the tags of the names of the layers, of their head dimensions and of the events."""
-    return (f"{prefix}{_ROOT}{_LAYERS}", f"{prefix}{_ROOT}{_HEAD_DIM}", f"{prefix}{_ROOT}{_EVENTS}")
+def beside_tables(prefix: str = "") -> list[str]:
+    """Return the tags of the names of the layers, of their head dimensions, of the events and of the notes."""
+    return [f"{prefix}{_ROOT}{name}" for name in (_LAYERS, _HEAD_DIM, _EVENTS, _NOTES)]
 
 
 def threshold_of(content: bytes | str) -> float | None:
@@ -190,7 +192,7 @@ def assemble(
         prefix: The monitor and the stage, see `stages`.
         tables: Tables that load on access, instead of those in `tensors`.
     """
-    layers_tag, dims_tag, events_tag = beside_tables(prefix)
+    layers_tag, dims_tag, events_tag, notes_tag = beside_tables(prefix)
     if tables is None:
         found = {statistic: tag for tag in tensors if (statistic := statistic_of(tag, prefix))}
         tables = {statistic: table(tensors[found[statistic]]) for statistic in sort_statistics(found)}
@@ -200,10 +202,13 @@ def assemble(
     rows = 0 if main is None else tables[main].values.shape[1]
     layers += [f"layer {index}" for index in range(len(layers), rows)]  # their names were lost
     head_dims = [*head_dims, *[None] * len(layers)][: len(layers)]
-    batches = settle(tensors.get(events_tag, ()))
-    records = [parsed(_text(entry)) for _, batch in batches for entry in batch.ravel()]
-    told = worst_first(filter(names_a_head, records))
-    return RunData(run_name(name, prefix), layers, head_dims, threshold, tables, told, scalars)
+    told = worst_first(filter(names_a_head, _records(tensors.get(events_tag, ()))))
+    notes = list(filter(is_note, _records(tensors.get(notes_tag, ()))))
+    return RunData(run_name(name, prefix), layers, head_dims, threshold, tables, told, scalars, notes)
+
+
+def _records(points: Sequence[tuple[int, NDArray[Any]]]) -> list[dict[str, object]]:
+    return [parsed(_text(entry)) for _, batch in settle(points) for entry in batch.ravel()]
 
 
 def sort_statistics(names: Iterable[str]) -> list[str]:
@@ -223,6 +228,7 @@ def run_meta(run: RunData) -> dict[str, object]:
         "statistics": [_describe(name, run) for name in sort_statistics(run.tables)],
         "scalars": list(run.scalars),
         "events": len(run.events),
+        "notes": [{"step": note["step"], "note": note["note"]} for note in run.notes],
     }
 
 

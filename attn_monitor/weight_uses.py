@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attn_monitor.call_evidence import Evidence, Lengths
 from attn_monitor.head_norms import mismatch, tolerance
-from attn_monitor.head_weights import HeadWeights
+from attn_monitor.head_weights import USED, HeadWeights
 
 _MOST_CALLS = 4096
 _MOVED = "its {side} are {role} of other attention as well ({names})"
@@ -92,6 +92,10 @@ def _exclusive(head: int, entries: Sequence[HeadWeights | str], others: _Others,
     known = [entry for entry in entries if isinstance(entry, HeadWeights)]
     if reason := others.reason(head, 0) or _idle_run(known, step, 0):
         return reason
+    # What several calls share gets the gradients of all. Keys that are met elsewhere are left alone below.
+    shared = len(frozenset().union(*(entry.sources for entry in known))) < sum(len(entry.sources) for entry in known)
+    if any(entry.used for entry in known) and not shared and not others.reason(head, 1):
+        return USED
     least = next((entry for entry in known if entry.key is None), known[0])
     if least.key is not None and (reason := others.reason(head, 1) or _idle_run(known, step, 1)):
         return replace(least, key=None, why=reason)

@@ -149,16 +149,16 @@ def _reduce(head: Head) -> dict[str, Tensor]:
 def factor_reference(
     query: Tensor, key: Tensor, product: Tensor, allowed: Tensor, scale: float | Tensor = 1.0
 ) -> dict[str, Tensor]:
-    """Return q_rms, k_rms, qk_std and alignment, one value per head."""
+    """Return q_rms, k_rms, qk_std and alignment, one value per head; vectors with a nan or inf do not count."""
     heads, groups, dim = query.shape[1], key.shape[1], query.shape[3]
     rows: dict[str, list[Tensor]] = {"q_rms": [], "k_rms": [], "qk_std": []}
     for h in range(heads):
-        seen = query[:, h].double()[allowed[:, h].any(2)].flatten()
-        met = key[:, h // (heads // groups)].double()[allowed[:, h].any(1)].flatten()
+        seen = query[:, h].double()[allowed[:, h].any(2)]
+        met = key[:, h // (heads // groups)].double()[allowed[:, h].any(1)]
         products = product[:, h][allowed[:, h]]
         products = products[products.isfinite()]
-        rows["q_rms"].append(seen[seen.isfinite()].square().mean().sqrt())
-        rows["k_rms"].append(met[met.isfinite()].square().mean().sqrt())
+        rows["q_rms"].append(seen[seen.isfinite().all(-1)].square().mean().sqrt())
+        rows["k_rms"].append(met[met.isfinite().all(-1)].square().mean().sqrt())
         rows["qk_std"].append(products.std(correction=0) if len(products) else products.new_tensor(math.nan))
     found = {name: torch.stack(values) for name, values in rows.items()}
     found["alignment"] = found["qk_std"] / (

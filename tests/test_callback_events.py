@@ -1,62 +1,25 @@
+"""Events of a training: warned of once, counted, flushed, and what is done about them."""
+
 from __future__ import annotations
 
 import math
-import pickle
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, SaturationEvent, SaturationRule
-from attn_monitor.events import AttentionWarning
-from tests import models
-from tests.models import LIGHTNING_ADVICE, Kind, Lit, loader, quiet, read_events
+from tests.models import LIGHTNING_ADVICE, Lit, loader, quiet, read_events
+from tests.scripted import Scripted, fit
 
 pytestmark = LIGHTNING_ADVICE
-
-
-class Scripted(Lit):
-    """Multiplies the keys of step i by the i-th gain, so that the ratio of head 1 is that number.
-
-    Head 0 is uniform, or with `both` the same as head 1. Then attention has collapsed from a ratio of 0.9 on: the keys
-    lie at equal distances, and the softmax passes less than 0.45 of what a uniform one would.
-    """
-
-    def __init__(self, ratios: Sequence[float], layers: int = 1, both: bool = False) -> None:
-        kinds: list[Kind] = ["hand"] * layers
-        super().__init__(*kinds)
-        self.ratios = ratios
-        self.heads = (0, 1) if both else (1,)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        for block in self.net.blocks:
-            with torch.no_grad():
-                nn.init.zeros_(block.qkv.weight)
-                nn.init.zeros_(block.qkv.bias)
-                for head in self.heads:  # its logits are x_0 times gain times x_1
-                    block.qkv.weight[6 * head, 0] = 1.0
-                    block.qkv.weight[12 + 6 * head, 1] = 2 * 6 * self.ratios[self.global_step]
-        rows = torch.ones_like(batch[0])
-        rows[..., 1] = torch.arange(5.0)
-        rows[..., 1] = (rows[..., 1] - 2) / rows[..., 1].std(correction=0, dim=-1, keepdim=True) / 2
-        return self.loss([rows])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def fit(model: Lit, monitor: AttentionMonitor, count: int, **settings: Any) -> tuple[Any, list[str]]:
-    """Train and return the trainer and the monitor's warnings, those about the missing logger left out."""
-    trainer, said = models.fit(model, monitor, count, **settings)
-    return trainer, [text for text in said if "no logger" not in text]
 
 
 def test_the_script_sets_the_ratio_of_one_head() -> None:
@@ -90,8 +53,8 @@ def test_one_warning_per_step_names_every_head() -> None:
 def test_a_long_list_is_cut_to_the_worst() -> None:
     monitor = AttentionMonitor()
     _, (said,) = fit(Scripted([0.7], layers=25), monitor, 1)
-    assert said.count("\n") == 7  # with one explanation for all
-    assert said.endswith("and 20 more, all in `monitor.events`")
+    assert said.count("\n") == 5  # with one explanation for all
+    assert said.endswith("and 22 more, all in `monitor.events`")
     assert len(monitor.events) == 25
 
 
@@ -162,7 +125,7 @@ def test_stop_ends_the_fit_after_the_step_that_made_an_event_critical() -> None:
     assert ", since step 0\n" in stopping[0]
     reason = (
         "critical: only 38% of the gradient of uniform attention gets through, on average over the model's 2 heads "
-        "(critical below 45%)"
+        "(mean jacobian_trace, limit 45%); no harm if the loss still falls"
     )
     assert stopping[0].count(reason) == 1
     assert [event.severity for event in monitor.events] == ["critical", "critical"]
@@ -251,121 +214,6 @@ def test_nan_and_inf_are_counted_flagged_and_said(broken: float) -> None:
     assert told.startswith("1 head is critical, its logits are nan or inf:\n  step 0: head 0 of net.blocks.0 has 75")
 
 
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("on_train_epoch_end", [True, False])
-def test_early_stopping_and_checkpoints_can_watch_the_monitor_from_the_first_epoch(
-    tmp_path: Path, order: int, on_train_epoch_end: bool
-) -> None:
-    key = "attn_monitor/saturated_heads"
-    stopping = EarlyStopping(
-        key, mode="min", patience=9, stopping_threshold=-1, check_on_train_epoch_end=on_train_epoch_end, strict=True
-    )
-    checkpoint = ModelCheckpoint(
-        tmp_path, monitor=key, save_top_k=3, filename="{epoch}", save_on_train_epoch_end=on_train_epoch_end
-    )
-    callbacks: list[Callback] = [AttentionMonitor(every_n_steps=2), stopping, checkpoint]
-    trainer = quiet(
-        callbacks=list([*permutations(callbacks)][5 * order]),
-        max_epochs=2,
-        enable_checkpointing=True,
-        num_sanity_val_steps=2,
-    )
-    with pytest.warns(AttentionWarning, match="newly saturated"):
-        trainer.fit(Scripted([0.3, 0.3, 0.3, 0.6]), loader(2), loader(1))
-    assert float(stopping.best_score) == 0.0
-    assert sorted(float(score) for score in checkpoint.best_k_models.values()) == [0.0, 1.0]
-
-
-def test_early_stopping_stops_on_it() -> None:
-    stopping = EarlyStopping("attn_monitor/saturated_heads", divergence_threshold=0.5, check_on_train_epoch_end=True)
-    trainer = quiet(callbacks=[stopping, AttentionMonitor()], max_epochs=5)
-    with pytest.warns(AttentionWarning):
-        trainer.fit(Scripted([0.3, 0.6, 0.6, 0.6, 0.6]), loader(1))
-    assert trainer.current_epoch == 2
-
-
-def test_the_memory_of_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    ratios = [0.3, 0.6, 0.6, 0.6]
-    path = tmp_path / "half.ckpt"
-    first = AttentionMonitor()
-    trainer, said = fit(Scripted(ratios), first, 1, max_epochs=2)
-    assert len(said) == 1
-    trainer.save_checkpoint(path)
-    torch.load(path, weights_only=True)
-
-    second = AttentionMonitor()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet(callbacks=[second], max_epochs=4).fit(Scripted(ratios), loader(1), ckpt_path=path)
-    assert not [w for w in caught if "newly saturated" in str(w.message)]
-    assert second.events == first.events
-    assert [step for step, _ in second.history] == [2, 3]
-
-
-def test_states_that_do_not_fit_are_ignored_with_a_warning() -> None:
-    monitor = AttentionMonitor()
-    monitor.load_state_dict({"version": 99})
-    _, said = fit(Lit("hand"), monitor, 1)
-    assert said == [
-        "the monitor's state in the checkpoint is ignored: expected a saturation state of version 2, got 99"
-    ]
-
-    donor = AttentionMonitor()
-    fit(Scripted([0.6], layers=2), donor, 1)
-    heir = AttentionMonitor()
-    heir.load_state_dict(donor.state_dict())
-    trainer, said = fit(Lit("hand"), heir, 2)
-    assert said == ["the checkpoint remembers layers that this model did not run: ['net.blocks.1']"]
-    assert trainer.callback_metrics["attn_monitor/saturated_heads"] == 0
-
-
-def test_another_model_starts_with_a_clean_memory_but_keeps_the_events() -> None:
-    monitor = AttentionMonitor()
-    _, first = fit(Scripted([0.6, 0.6]), monitor, 1)
-    _, second = fit(Scripted([0.6, 0.6]), monitor, 1)
-    assert (len(first), len(second), len(monitor.events)) == (1, 1, 2)
-
-
-def test_monitors_of_different_settings_have_different_and_stable_keys() -> None:
-    def only_decoder(name: str, module: nn.Module) -> bool:
-        return name.startswith("decoder")
-
-    settings: list[dict[str, Any]] = [
-        {},
-        {"modules": "a"},
-        {"modules": ["a", nn.MultiheadAttention]},
-        {"modules": only_decoder},
-        {"modules": lambda name, module: True},
-        {"modules": lambda name, module: False},
-        {"statistics": ["entropy"]},
-        {"every_n_steps": 5},
-        {"saturation": SaturationRule(patience=2)},
-        {"on_saturation": "stop"},
-        {"stages": ("train", "test")},
-        {"history_size": 1},
-    ]
-    keys = [AttentionMonitor(**setting).state_key for setting in settings]
-    assert len(set(keys)) == len(keys)
-    assert [AttentionMonitor(**setting).state_key for setting in settings] == keys
-    assert not any(" at 0x" in key for key in keys)
-
-
-@pytest.mark.filterwarnings("ignore:.*the trainer has 2 AttentionMonitors")
-def test_two_monitors_are_saved_and_resumed_side_by_side(tmp_path: Path) -> None:
-    def monitors() -> list[AttentionMonitor]:
-        return [AttentionMonitor(modules="net.blocks.0"), AttentionMonitor(modules="net.blocks.1")]
-
-    trainer = quiet(callbacks=monitors())
-    with pytest.warns(AttentionWarning):
-        trainer.fit(Scripted([0.6] * 2, layers=2), loader(1))
-    trainer.save_checkpoint(tmp_path / "both.ckpt")
-    resumed = monitors()
-    quiet(callbacks=resumed, max_epochs=2).fit(
-        Scripted([0.6] * 2, layers=2), loader(1), ckpt_path=tmp_path / "both.ckpt"
-    )
-    assert [[event.layer for event in monitor.events] for monitor in resumed] == [["net.blocks.0"], ["net.blocks.1"]]
-
-
 def no_events(trainer: Any, pl_module: Any) -> None: ...
 
 
@@ -399,13 +247,3 @@ def test_bad_arguments_are_refused_when_the_monitor_is_made(
 @pytest.mark.parametrize("action", [print, lambda *found: None, lambda a, b, c, d=1: None, partial(print, sep="")])
 def test_whatever_can_be_called_with_three_arguments_is_an_action(action: Any) -> None:
     assert AttentionMonitor(on_saturation=action).on_saturation is action
-
-
-def test_a_pickled_monitor_keeps_its_events_and_nothing_of_the_run() -> None:
-    monitor = AttentionMonitor(on_saturation="stop")
-    fit(Scripted([0.6]), monitor, 1)
-    copied = pickle.loads(pickle.dumps(monitor))
-    assert (copied.events, copied.state_key) == (monitor.events, monitor.state_key)
-    assert [step for step, _ in copied.history] == [0]
-    fit(Scripted([0.3, 0.3]), copied, 2)
-    assert len(copied.history) == 3

@@ -15,7 +15,7 @@ from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from tests.reference import assert_matches, dense_logits, gradient_reference
-from tests.test_functional import hostile_surroundings
+from tests.surroundings import hostile_surroundings
 
 B, H, G, Q, K, D, V = 2, 6, 3, 11, 13, 7, 5
 NORMS = ("grad_logits_norm", "grad_probs_norm", "gradient_gain")

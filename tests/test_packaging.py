@@ -136,6 +136,7 @@ ROOMS = {
     },
     "monitor": {
         "loop",
+        "guarding",
         "monitoring",
         "stages",
         "observer",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.test_qk_clip import ABOVE, Block, Clipping, Packed, hidden, part, pretend
+from tests.clipping import ABOVE, Block, Clipping, Packed, hidden, part, pretend
 
 HEADS, DEPTH, WIDTH = 3, 7, 21
 

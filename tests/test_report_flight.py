@@ -28,8 +28,8 @@ from attn_monitor.flight_records import (
 from attn_monitor.reports.flight import Flight, as_run, newest_flights, summarize_flight
 from attn_monitor.reports.runs import Findings, find_runs, read_runs
 from tests.event_data import HOSTILE, make_run
+from tests.flights import Planted
 from tests.models import LIGHTNING_ADVICE, fit
-from tests.test_flight_recorder import Planted
 from tests.test_report import Page, table
 
 pytestmark = LIGHTNING_ADVICE

@@ -183,11 +183,15 @@ def test_logits_near_the_end_of_float16_are_told_before_they_overflow() -> None:
             {"scale_ratio": 8.0, "alignment": 2.0},
             "likely cause: the scale 1/sqrt(d_k) is missing, and the alignment of q and k grew 2x since step 0",
         ),
-        ({}, {"scale_ratio": 1.0, "q_rms": 2.0, "k_rms": 5.0}, "likely cause: k_rms is 5 (usual: about 1)"),
+        (
+            {},
+            {"scale_ratio": 1.0, "q_rms": 2.0, "k_rms": 5.0},
+            "likely cause: k_rms is 5 at the first observation already (usual: about 1)",
+        ),
         (
             {"qk_std": 1.0},
             {"qk_std": 1.0},
-            r"likely cause: what is added to scale * q.k (bias, row offsets) grew 60x since step 0",
+            r"likely cause: the rest (bias, softcap, row offsets) grew 60x since step 0",
         ),
         ({"scale_ratio": 1.1, "q_rms": 1.0}, {"scale_ratio": 1.1, "q_rms": 1.2}, ""),
         ({}, {}, ""),

@@ -312,6 +312,19 @@ def test_qk_clip_rescales_the_weights_of_all_ranks_alike() -> None:
     assert second["said"] == []
 
 
+def unwritable(rank: int, folder: str) -> dict[str, Any]:
+    """A checkpoint is wanted at the first flagged head, and a file stands where its folder should."""
+    monitor = AttentionMonitor(every_n_steps=1, save_checkpoint=True)
+    return outcome(rank, DDPStrategy(), Uneven(hot=1, lr=1e-5), monitor, steps=4, default_root_dir=folder)
+
+
+def test_a_checkpoint_that_can_not_be_written_holds_up_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("no folder")
+    first, second = run_ranks(unwritable, WORLD, str(tmp_path))
+    assert first["steps"] == second["steps"] == 4
+    assert any("saving a checkpoint at step" in text for text in first["said"])
+
+
 def resumed(rank: int, folder: str) -> dict[str, Any]:
     """Train in one go, and in two with a checkpoint between."""
     whole = outcome(rank, DDPStrategy(), Uneven(hot=1), AttentionMonitor(every_n_steps=2), steps=12)

@@ -17,7 +17,7 @@ import wandb
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, QKClip
 from attn_monitor.events import AttentionWarning
@@ -268,6 +268,25 @@ def test_without_reports_events_and_metrics_remain(tmp_path: Path) -> None:
     assert len(said) == 1
     assert "reports to nothing" in said[0]
     assert math.isfinite(float(monitor.metrics[f"attn_logit_std/{LAYERS[0]}"]))
+
+
+def test_the_state_is_found_where_the_checkpoint_is(tmp_path: Path) -> None:
+    first = AttentionMonitorCallback()
+    train(tmp_path / "a", first, language_model(gain=4e4), steps=2, lr=0.0, save_strategy="steps", save_steps=2)
+    assert first.events
+    second = AttentionMonitorCallback()
+    path = str(tmp_path / "a" / "checkpoint-2")
+    _, said = train(tmp_path / "b", second, language_model(gain=4e4), steps=4, lr=0.0, resume=path)
+    assert [str(event) for event in second.events] == [str(event) for event in first.events]
+    assert not any("afresh" in text for text in said)
+
+
+def test_the_state_of_a_search_stands_beside_the_checkpoint_of_its_run(tmp_path: Path) -> None:
+    monitor: Any = AttentionMonitorCallback()
+    (tmp_path / "run-0" / "checkpoint-3").mkdir(parents=True)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+    monitor.on_save(arguments, TrainerState(global_step=3), None)
+    assert torch.load(tmp_path / "run-0" / "checkpoint-3" / STATE_FILE, weights_only=True)["events"] == []
 
 
 class Summary(TrainerCallback):

@@ -72,6 +72,7 @@ def test_meta_is_json_that_names_everything_there_is() -> None:
         "steps": [3, 7, 9],
         "scalars": ["train_loss"],
         "events": 1,
+        "notes": [],
     }
     assert ratio["name"] == "saturation_ratio"
     assert (ratio["worse"], ratio["threshold"]) == ("up", 0.5)

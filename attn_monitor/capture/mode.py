@@ -85,32 +85,46 @@ class CaptureMode(WatchingMode):
     ) -> Any:
         """Run a torch function, and look at it."""
         kwargs = kwargs or {}
-        if self._here.muted:
-            return func(*args, **kwargs)
-        if torch._C._is_tracing():
-            return self._traced(func, args, kwargs)
-        if func is fn.MULTI_HEAD or func is F.multi_head_attention_forward or func in fn.OPENED:
-            return self._opened(func, args, kwargs)
-        known = fn.known_as(func)
-        if known is fn.SDPA:
-            read = from_nested if is_nested(args, kwargs) else partial(from_sdpa, self.tags)
-            return self._watched(func, args, kwargs, self._guard(read, args, kwargs))
-        if known in fn.SOFTMAX:
-            return self._softmax(func, args, kwargs)
-        if isinstance(func, OPERATORS) and (adapter := operator_adapter(func)) is not None:
-            return self.kernel(adapter, func, func, *args, **kwargs)
+        handler = None
+        try:
+            handler = self._handler(func, args, kwargs)
+        except Exception as error:  # of ours: the function runs as it would
+            self._failed(error)
+        if handler is not None:
+            return handler(func, args, kwargs)
         out = func(*args, **kwargs)
-        if type(out) is torch.Size:  # asked for all the time, and nothing to follow
+        if type(out) is torch.Size or self._here.muted:  # the first is asked for all the time, and nothing to follow
             return out
         if isinstance(out, (Tensor, tuple, list)) or func in fn.SET_ITEM:
             self._follow(func, args, kwargs, out)
         return out
 
+    def _handler(
+        self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[fn.Function, tuple[Any, ...], dict[str, Any]], Any] | None:
+        """Return what runs a function that is not only followed."""
+        if self._here.muted:
+            return None
+        if torch._C._is_tracing():
+            return self._traced
+        if func is fn.MULTI_HEAD or func is F.multi_head_attention_forward or func in fn.OPENED:
+            return self._opened
+        known = fn.known_as(func)
+        if known is fn.SDPA:
+            read = from_nested if is_nested(args, kwargs) else partial(from_sdpa, self.tags)
+            sighting = self._guard(read, args, kwargs)
+            return partial(self._watched, sighting)
+        if known in fn.SOFTMAX:
+            return self._softmax
+        if isinstance(func, OPERATORS) and (adapter := operator_adapter(func)) is not None:
+            return lambda func, args, kwargs: self.kernel(adapter, func, func, *args, **kwargs)
+        return None
+
     def _opened(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of torch that is written in Python, and look at what is inside."""
-        function = _without_override_check(func)
+        function = self._guard(_without_override_check, func)
         if function is None:
-            self._sink.unmeasured(REPLACED)
+            self._guard(self._sink.unmeasured, REPLACED)
             return func(*args, **kwargs)
         self._here.note = NOISE if func is F.gumbel_softmax else ""
         try:
@@ -125,37 +139,47 @@ class CaptureMode(WatchingMode):
 
     def _traced(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is being recorded: whatever we do beside it would be recorded, too."""
+        self._guard(self._lost_in_trace, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _lost_in_trace(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         softmax = func in fn.SOFTMAX and fn.argument(args, kwargs, 0, "input", "self").dim() > 2
         if softmax or func is fn.SDPA or func is fn.MULTI_HEAD:
             self._sink.lost(UnmeasurableError(TRACED))
-        return func(*args, **kwargs)
 
     def _follow(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         try:
             follow(self.tags, func, args, kwargs, out)
         except Exception as error:
-            # The trail ends here. That matters only where it was the scores'.
-            given = fn.tensors((*args, *kwargs.values()))
-            if any((tag := self.tags.get(t)) is not None and tag.kind == "scores" for t in given):
-                self._sink.lost(error)
+            self._guard(self._trail_ends, args, kwargs, error)
+
+    def _trail_ends(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """Tell of scores that can't be followed any further; of other tensors that does not matter."""
+        given = fn.tensors((*args, *kwargs.values()))
+        if any((tag := self.tags.get(t)) is not None and tag.kind == "scores" for t in given):
+            self._sink.lost(error)
 
     def _softmax(self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._guard(from_softmax, self.tags, args, kwargs)
         if found is None:
             out = func(*args, **kwargs)
-            logits, dim = fn.argument(args, kwargs, 0, "input", "self"), fn.argument(args, kwargs, 1, "dim")
-            self._guard(self._unknown, logits, dim, out)
+            self._guard(self._unknown, args, kwargs, out)
             return out
         sighting, tag = found
         if self._here.note:
             sighting = replace(sighting, note="; ".join(filter(None, (sighting.note, self._here.note))))
         if len(tag.layout) > 2 and tag.assured and not tag.bent and not tag.doubted:
-            out = self._watched(func, args, kwargs, sighting)
-            self._guard(self.tags.put, out, Tag("probabilities", tag.layout))
+            out = self._watched(sighting, func, args, kwargs)
+            self._guard(lambda: self.tags.put(out, Tag("probabilities", tag.layout)))
             return out
         # Two dimensions may be one head's attention or a classifier's similarities, and who knows what the scores were
         # through: attention goes on to weigh values.
         out = func(*args, **kwargs)
+        self._guard(self._report_on_use, sighting, tag, out)
+        return out
+
+    def _report_on_use(self, sighting: Sighting, tag: Tag, out: Tensor) -> None:
+        """Prepare to report a softmax once it weighs values."""
         origin = weakref.ref(out)  # the tag lives as long as the tensor, and must not keep it alive
         waiting = [sighting]
 
@@ -167,14 +191,14 @@ class CaptureMode(WatchingMode):
                     self._sink.before(seen)
                     self._sink.after(seen, probabilities)
 
-        self._guard(self.tags.put, out, Tag("probabilities", tag.layout, on_use=use, origin=origin))
-        return out
+        self.tags.put(out, Tag("probabilities", tag.layout, on_use=use, origin=origin))
 
-    def _unknown(self, logits: Tensor, dim: int | None, out: Tensor) -> None:
+    def _unknown(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         """Prepare to report that a softmax of unknown origin weighs values.
 
         In three dimensions it may be a router, whose logits a weight makes, or whose entries each have a value.
         """
+        logits, dim = fn.argument(args, kwargs, 0, "input", "self"), fn.argument(args, kwargs, 1, "dim")
         tag = self.tags.get(logits)
         if logits.dim() < 3 or not (tag is None or tag.kind == "activation"):
             return
@@ -189,20 +213,20 @@ class CaptureMode(WatchingMode):
         self.tags.put(out, Tag("probabilities", fresh(out.shape), on_use=use, waits_for_rows=three, assured=False))
 
     def _watched(
-        self, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any], sighting: Sighting | None
+        self, sighting: Sighting | None, func: fn.Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if sighting is None:
             return func(*args, **kwargs)
         self._reports += 1
-        self._sink.before(sighting)
+        self._guard(self._sink.before, sighting)
         out = func(*args, **kwargs)
-        self._report(sighting, out)
+        self._guard(self._report, sighting, out)
         return out
 
     def _report(self, sighting: Sighting, out: Any) -> None:
         """Report a call that has run; without its gradients where its output is not the tensor that was expected."""
         tensor = out[0] if isinstance(out, (tuple, list)) and out else out
-        if sighting.make is None or (isinstance(tensor, Tensor) and self._guard(_fits, sighting, tensor)):
+        if sighting.make is None or (isinstance(tensor, Tensor) and _fits(sighting, tensor)):
             self._sink.after(sighting, tensor)
         else:
             note = "gradients not measured: the output of the kernel has another shape than expected"
@@ -218,7 +242,7 @@ class CaptureMode(WatchingMode):
         sighting = self._guard(read_kernel, adapter, function, args, kwargs)
         self._here.muted = sighting is not None
         try:
-            return self._watched(call, args, kwargs, sighting)
+            return self._watched(sighting, call, args, kwargs)
         finally:
             self._here.muted = False
 
@@ -240,10 +264,10 @@ class CaptureMode(WatchingMode):
             sighting = self._guard(read_kernel, adapter, function, args, kwargs)
         if sighting is not None:
             self._blind.add(function)
-            self._report(sighting, out)
+            self._guard(self._report, sighting, out)
         else:
             for reason in withheld or ():
-                self._unnormalised(reason)
+                self._guard(self._unnormalised, reason)
         return out
 
     def _unnormalised(self, reason: str) -> None:
@@ -260,10 +284,20 @@ class CaptureMode(WatchingMode):
                 return function(*args)
         except UnmeasurableError as error:
             self._reports += 1
-            self._sink.unmeasured(str(error))
+            self._failed(error)
         except Exception as error:
-            self._sink.failed(error)
+            self._failed(error)
         return None
+
+    def _failed(self, error: Exception) -> None:
+        """Tell of an error, and of one in telling it."""
+        try:
+            if isinstance(error, UnmeasurableError):
+                self._sink.unmeasured(str(error))
+            else:
+                self._sink.failed(error)
+        except Exception as another:
+            self._sink.broken(another)
 
 
 def _fits(sighting: Sighting, out: Tensor) -> bool:

@@ -40,13 +40,16 @@ def _nothing(*_: Any) -> None:
 class _Hook:
     """A forward hook that is inert in copies of the model: they must not report to this monitor."""
 
-    __slots__ = ("function",)
+    __slots__ = ("failed", "function")
 
-    def __init__(self, function: Callable[[nn.Module], None]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[[nn.Module], None], failed: Callable[[Exception], None]) -> None:
+        self.function, self.failed = function, failed
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        self.function(module)
+        try:
+            self.function(module)
+        except Exception as error:  # of ours, and not the model's
+            self.failed(error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -80,11 +83,12 @@ class _EntryPoint:
         return self.call_entry_point(args, kwargs)
 
     def call_entry_point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.tracker.enter(self.root)
+        enter, leave = self.tracker.hooks(self.tracker.enter)
+        enter(self.root)
         try:
             return self.method(*args, **kwargs)
         finally:
-            self.tracker.leave(self.root)
+            leave(self.root)
 
     def remove(self) -> None:
         """Take the wrapper away, also from under one that another monitor put on top of it."""
@@ -172,12 +176,16 @@ class ModuleTracker:
     Args:
         mode: The function mode that sees the calls.
         on_start: Called when an outermost module starts outside the backward pass.
+        on_error: Called with an error of ours, after which nothing more is seen of this forward pass.
     """
 
-    def __init__(self, mode: WatchingMode, on_start: Callable[[], None]) -> None:
+    def __init__(
+        self, mode: WatchingMode, on_start: Callable[[], None], on_error: Callable[[Exception], None] = _nothing
+    ) -> None:
         self._mode: TorchFunctionMode = mode
         self._starts = mode.starts
         self._on_start = on_start
+        self._on_error = on_error
         self._running = _Running()
         self._handles: list[RemovableHandle] = []
         self._entry_points: list[_EntryPoint] = []
@@ -196,7 +204,7 @@ class ModuleTracker:
             self._entry_points.append(_Aside(self, module, "forward"))
         modules = [module for module in modules if module not in untouched]
         self._parts = _parts(root, {root, *modules})
-        enter, leave = _Hook(self._enter_called), _Hook(self.leave)
+        enter, leave = self.hooks(self._enter_called)
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
                 self.refused[module] = "compiled by torch.jit, which accepts no hooks; watch it before it is compiled"
@@ -225,8 +233,12 @@ class ModuleTracker:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Take the mode away for as long as something runs."""
-        active = self._mode in _get_current_function_mode_stack()
-        self._leave_mode()
+        active = False
+        try:
+            active = self._mode in _get_current_function_mode_stack()
+            self._leave_mode()
+        except Exception as error:
+            self._give_up(error)
         try:
             yield
         finally:
@@ -240,6 +252,18 @@ class ModuleTracker:
     def stack(self) -> list[nn.Module]:
         """Return the running modules, outermost first."""
         return [module for module, _ in self._running.frames]
+
+    def hooks(self, enter: Callable[[nn.Module], None]) -> tuple[_Hook, _Hook]:
+        """Return what is called before and after a module, none of which raises."""
+        return _Hook(enter, self._give_up), _Hook(self.leave, self._give_up)
+
+    def _give_up(self, error: Exception) -> None:
+        """See nothing more of this forward pass, since it is no longer known what runs."""
+        try:
+            self._running.frames.clear()
+            self._leave_mode()
+        finally:
+            self._on_error(error)
 
     def _enter_called(self, module: nn.Module) -> None:
         self.called.add(module)

@@ -64,3 +64,6 @@ class Sink(Protocol):
 
     def failed(self, error: Exception) -> None:
         """Take note of an error of ours in the running module."""
+
+    def broken(self, error: Exception) -> None:
+        """Take note of an error of ours after which nothing that was seen can be trusted."""

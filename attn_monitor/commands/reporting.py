@@ -43,8 +43,9 @@ def report_runs(run_dir: Path, output: Path | None, megabytes: float) -> int:
         raise CommandError(f"{run_dir} cannot be read: {error.strerror or error}", FAILED) from error
     for note in findings.notes:
         say(f"attn-monitor: {note}", error=True)
-    flights = summarize_flights(findings.flights)
-    summaries = [*map(summarize, findings.runs), *map(summarize_scalars, findings.scalar_runs), *flights]
+    summaries = [*map(summarize, findings.runs), *map(summarize_scalars, findings.scalar_runs)]
+    flights = summarize_flights(findings.flights, summaries)
+    summaries += flights
     if not summaries:
         raise CommandError(_nothing(run_dir, findings), FAILED)
     say("\n\n".join(summaries))

@@ -63,18 +63,18 @@ def log_pictures(logger: Any, pictures: Mapping[str, Picture], step: int) -> Non
             logger.log_image(key=tag, images=[picture.rgb()], step=step)
 
 
-def append_events(loggers: Iterable[object], records: Sequence[str], prefix: str = "") -> None:
-    """Append events to a plain file in the folder of every logger that has one, where they survive any crash.
+def append_records(loggers: Iterable[object], records: Sequence[str], name: str = EVENTS_FILE) -> None:
+    """Append events or notes to a plain file in the folder of every logger that has one, where they survive any crash.
 
     Args:
         loggers: The loggers.
-        records: The events as JSON.
-        prefix: Stands before the name of the file.
+        records: They, as JSON.
+        name: The name of the file.
     """
     folders = [getattr(logger, "log_dir", None) for logger in loggers]
     for folder in dict.fromkeys(folder for folder in folders if isinstance(folder, str) and "://" not in folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with (Path(folder) / f"{prefix}{EVENTS_FILE}").open("a", encoding="utf-8") as file:
+        with (Path(folder) / name).open("a", encoding="utf-8") as file:
             file.writelines(f"{record}\n" for record in records)
 
 

@@ -15,15 +15,18 @@ from attn_monitor.dashboards.layout import bands, categories_written, is_ours
 from attn_monitor.dashboards.pictures import Picture
 from attn_monitor.dashboards.summaries import Summaries, bucketed
 from attn_monitor.dashboards.tables import Snapshot, event_records, overview
-from attn_monitor.dashboards.texts import event_page, legend_page, summary_page
+from attn_monitor.dashboards.texts import event_page, legend_page, note_page, summary_page
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
+from attn_monitor.stored_events import note_records
 from attn_monitor.tags import (
     EVENTS_TAG,
     HEAD_DIM_TAG,
     HISTOGRAMS,
     LAYERS_TAG,
     LEGEND_TAG,
+    NOTE_RECORDS_TAG,
+    NOTES_TAG,
     OVERVIEW,
     PICTURES,
     PLUGIN,
@@ -36,6 +39,11 @@ from attn_monitor.tags import (
 )
 from attn_monitor.tracking import Changes
 
+_PAGES = {
+    EVENTS_TAG: "Heads that became saturated, became critical or recovered.",
+    NOTES_TAG: "What was said of the model as a whole, such as a wrong scale, and forecasts.",
+    SUMMARY_TAG: "The worst heads, and what grew.",
+}
 _STOCK_LOGGERS = {"lightning_fabric.loggers.tensorboard", "lightning.fabric.loggers.tensorboard"}
 
 
@@ -43,7 +51,8 @@ class _Prepared(NamedTuple):
     """A record on its way to the writers."""
 
     snapshot: Snapshot
-    page: str
+    pages: Mapping[str, str]
+    """By tag."""
     pictures: Mapping[str, Picture]
     summaries: Summaries
 
@@ -103,6 +112,7 @@ class Dashboard:
         pictures: Mapping[str, Picture] | None = None,
         curves: int = 0,
         lost: Collection[str] | None = (),
+        notes: Sequence[str] = (),
     ) -> list[str]:
         """Make everything of a record but its scalars, for `send`.
 
@@ -115,21 +125,23 @@ class Dashboard:
             pictures: The pictures of `names`, on the steps that have some; the summary is written with them.
             curves: The number of scalar tags, which the legend tells.
             lost: As in `Given.completed`.
+            notes: What is said of it beside its events.
 
         Returns:
             What failed, in words.
         """
         self._growth.take(snapshot)
-        page = event_page(snapshot.step, changes)
+        step = snapshot.step
         summary = "" if pictures is None else summary_page(snapshot, self._growth, saturated_heads)
+        pages = {EVENTS_TAG: event_page(step, changes), NOTES_TAG: note_page(step, notes)}
         summaries = Summaries(self._described, self._prefix)
-        self._prepared = _Prepared(snapshot, page, pictures or {}, summaries)
+        self._prepared = _Prepared(snapshot, pages, pictures or {}, summaries)
         kinds: dict[str, Callable[[], None]] = {
             "overview": lambda: self._add_overview(summaries, snapshot, saturated_heads, lost),
-            "texts": lambda: self._add_texts(summaries, snapshot, page, summary, curves),
+            "texts": lambda: self._add_texts(summaries, snapshot, {**pages, SUMMARY_TAG: summary}, curves),
             "images": lambda: self._add_pictures(summaries, pictures or {}),
             "histograms": lambda: self._add_histograms(summaries, snapshot),
-            "tensors": lambda: self._add_tensors(summaries, snapshot, changes),
+            "tensors": lambda: self._add_tensors(summaries, snapshot, changes, notes),
         }
         problems: list[str] = []
         for kind, add in kinds.items():
@@ -181,7 +193,7 @@ class Dashboard:
         if not hasattr(writer, "add_image") or not hasattr(writer, "add_text"):
             return {}
         return {
-            "texts": partial(self._write_page, prepared=prepared),
+            "texts": partial(self._write_pages, prepared=prepared),
             "images": partial(self._write_pictures, prepared=prepared),
             "histograms": partial(self._write_histograms, prepared=prepared),
         }
@@ -194,11 +206,10 @@ class Dashboard:
         for tag, value in self._overview.completed(tags, snapshot.observed, lost).items():
             summaries.scalar(tag, value, partial(describe_scalar, tag))
 
-    def _add_texts(self, summaries: Summaries, snapshot: Snapshot, page: str, summary: str, curves: int) -> None:
-        if page:
-            summaries.text(EVENTS_TAG, page, "Heads that became saturated, became critical or recovered.")
-        if summary:
-            summaries.text(SUMMARY_TAG, summary, "The worst heads, and what grew.")
+    def _add_texts(self, summaries: Summaries, snapshot: Snapshot, pages: Mapping[str, str], curves: int) -> None:
+        for tag, page in pages.items():
+            if page:
+                summaries.text(tag, page, _PAGES[tag])
         if snapshot.joined:
             summaries.text(LEGEND_TAG, legend_page(snapshot, self.names, curves), "How to read the pictures.")
 
@@ -212,7 +223,7 @@ class Dashboard:
             if name in snapshot.tables:
                 summaries.histogram(f"{HISTOGRAMS}/{name}", snapshot.tables[name], partial(describe_histogram, name))
 
-    def _add_tensors(self, summaries: Summaries, snapshot: Snapshot, changes: Changes) -> None:
+    def _add_tensors(self, summaries: Summaries, snapshot: Snapshot, changes: Changes, notes: Sequence[str]) -> None:
         if snapshot.joined:
             summaries.strings(LAYERS_TAG, snapshot.layers, "layers", "Names of the rows of the per-head tensors.")
             summaries.table(HEAD_DIM_TAG, snapshot.head_dims, "head_dim", "d_k of every layer, nan if unknown.")
@@ -223,6 +234,9 @@ class Dashboard:
             summaries.table(f"{PLUGIN}/{name}", table, "heads", partial(describe_table, name), **content)
         if records := event_records(snapshot.step, changes):
             summaries.strings(RECORDS_TAG, records, "events", "Events that opened, became critical or ended, as JSON.")
+        if notes:
+            told = note_records(snapshot.step, notes)
+            summaries.strings(NOTE_RECORDS_TAG, told, "notes", "What was said beside the events, as JSON.")
 
     def _write_layout(self, writer: Any, index: int, tags: Iterable[str]) -> None:
         layout = bands(tags, self._prefix)
@@ -236,9 +250,10 @@ class Dashboard:
         elif not is_ours(written, layout):
             raise FileExistsError(f"the run has a layout with {written}, which a second one would replace")
 
-    def _write_page(self, writer: Any, prepared: _Prepared) -> None:
-        if prepared.page:
-            writer.add_text(f"{self._prefix}{EVENTS_TAG}", prepared.page, prepared.snapshot.step)
+    def _write_pages(self, writer: Any, prepared: _Prepared) -> None:
+        for tag, page in prepared.pages.items():
+            if page:
+                writer.add_text(f"{self._prefix}{tag}", page, prepared.snapshot.step)
 
     def _write_pictures(self, writer: Any, prepared: _Prepared) -> None:
         for name, picture in prepared.pictures.items():

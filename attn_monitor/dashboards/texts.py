@@ -50,12 +50,20 @@ def event_page(step: int, changes: Changes) -> str:
     return "\n\n".join(parts)
 
 
+def note_page(step: int, notes: Sequence[str]) -> str:
+    """Return what was said of the model as a whole and forecast; empty if nothing."""
+    if not notes:
+        return ""
+    listed = [*map(escape, notes[:_LISTED]), *_more(notes)]
+    return f"#### step {step}\n\n" + "\n".join(f"- {note}" for note in listed)
+
+
 def _event_sections(events: Sequence[SaturationEvent]) -> list[str]:
     worst = worst_first(events)[:_LISTED]
     sections = [f"**{event.severity}**: {escape(event.line)}" for event in worst]
     known = [name for name in (*PRODUCT, "logit_max") if any(getattr(event, name) is not None for event in worst)]
     rows = [
-        [escape(event.layer), str(event.head), f"{event.ratio:.3g}", f"{event.threshold:g}"]
+        [escape(event.layer), str(event.head), _ratio(event), f"{event.threshold:g}"]
         + [_number(getattr(event, name)) for name in known]
         for event in worst
     ]
@@ -120,12 +128,17 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _more(events: Sequence[SaturationEvent]) -> list[str]:
-    return [f"and {len(events) - _LISTED} more"] if len(events) > _LISTED else []
+def _more(things: Sequence[object]) -> list[str]:
+    return [f"and {len(things) - _LISTED} more"] if len(things) > _LISTED else []
 
 
 def _heads(count: int) -> str:
     return f"{count} head{'' if count == 1 else 's'}"
+
+
+def _ratio(event: SaturationEvent) -> str:
+    """Return the ratio as the curve has it; the event's own is inf for nan logits, to be the worst of all."""
+    return "nan" if event.kind == "nonfinite" else f"{event.ratio:.3g}"
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from attn_monitor.integrations.transformers_loop import TransformersLoop, calling_trainer
+from attn_monitor.guarding import guarded
+from attn_monitor.integrations.transformers_loop import TransformersLoop, calling_trainer, resumed_from
 from attn_monitor.monitoring import Monitoring
 from attn_monitor.stages import TRAIN
 
@@ -65,6 +66,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         """Leave nothing behind on the model; harmless at any time."""
         self._end_run()
 
+    @guarded(ValueError, RuntimeError)
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -72,9 +74,11 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         self._end_run()
         self._trainer = weakref.ref(calling_trainer())
         if state.global_step > 0:
-            self._restore(self._checkpoint(args, state) / STATE_FILE)
+            folder = resumed_from()
+            self._restore((Path(folder) if folder else self._checkpoint(args, state)) / STATE_FILE)
         self._start_fit(self._loop(control), model)
 
+    @guarded()
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -86,6 +90,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         by_steps = args.logging_strategy == IntervalStrategy.STEPS
         self._begin_step(loop, model, int(state.logging_steps) if by_steps else 0)
 
+    @guarded()
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -96,6 +101,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
             for optimizer in loop.optimizers:
                 self.flight_recorder.keep_gradients(optimizer, scaled=scaled)
 
+    @guarded()
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -105,6 +111,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
             self._end_batch(TRAIN, loop)
             self._finish_step(loop, model, losses=1)
 
+    @guarded()
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
@@ -112,6 +119,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         if logs and "loss" in logs:
             self.flight_recorder.keep_loss(state.global_step, torch.tensor(float(logs["loss"])), copied=True)
 
+    @guarded()
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save what is remembered of each head beside the checkpoint."""
         folder = self._checkpoint(args, state)
@@ -121,6 +129,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
             except Exception as error:  # a full disk is the Trainer's to tell of
                 self._notices.add(f"saving the monitor's state failed: {type(error).__name__}: {error}")
 
+    @guarded()
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -139,7 +148,10 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
 
     @staticmethod
     def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-        return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+        """Return the folder of the latest checkpoint of this step; a hyperparameter search has one for each run."""
+        root, name = Path(str(args.output_dir)), f"checkpoint-{state.global_step}"
+        found = [folder for folder in (root / name, *root.glob(f"*/{name}")) if folder.is_dir()]
+        return max(found, key=lambda folder: folder.stat().st_mtime, default=root / name)
 
     def _restore(self, path: Path) -> None:
         if not path.is_file():

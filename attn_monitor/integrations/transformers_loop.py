@@ -12,6 +12,7 @@ from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback, WandbCallback
 
+from attn_monitor.guarding import UsersError
 from attn_monitor.ranks import RankReduction
 
 
@@ -78,13 +79,16 @@ class TransformersLoop:
         return ""
 
     def save_checkpoint(self, name: str) -> str:
-        """Have the Trainer save a checkpoint after this step, under its own name for it."""
+        """Have the Trainer save a checkpoint after this step, under its own name for it and its own limit of them."""
         self._control.should_save = True
-        return f"{self.root_directory}/checkpoint-{self.step}"
+        return f"the Trainer's own, checkpoint-{self.step}"
 
     def call(self, action: Callable[[Any, Any, Any], None], model: Any, events: Any) -> None:
         """Call a function of the user's with the Trainer."""
-        action(self.trainer, model, events)
+        try:
+            action(self.trainer, model, events)
+        except Exception as error:
+            raise UsersError(error) from error
 
     def any_rank(self, flag: bool) -> bool:
         """Tell whether a flag is up on any rank."""
@@ -155,6 +159,17 @@ class _Reporting:
 
     def save(self) -> None:
         """Do nothing: an integration writes when it likes."""
+
+
+def resumed_from() -> str:
+    """Return the checkpoint that the calling Trainer resumes from, empty if none is known."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        given = frame.f_locals.get("resume_from_checkpoint")
+        if isinstance(frame.f_locals.get("self"), Trainer) and isinstance(given, str):
+            return given
+        frame = frame.f_back  # type: ignore[assignment] # ends with None, which the loop asks for
+    return ""
 
 
 def calling_trainer() -> Trainer:

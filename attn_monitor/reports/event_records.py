@@ -1,12 +1,16 @@
-"""What a run told of its heads: events as they are stored, in an order for readers, and counted in words."""
+"""What a run told: events as they are stored, in an order for readers and counted in words, and notes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from attn_monitor.stored_events import EventRecord, names_a_head, parsed, worst_first
+from attn_monitor.stored_events import EventRecord, NoteRecord, is_note, names_a_head, parsed, worst_first
+from attn_monitor.tags import NOTES_FILE
 from attn_monitor.views import settle
+
+_LISTED = 5
+"""How many notes a summary lists."""
 
 
 def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
@@ -16,7 +20,27 @@ def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
         path: The file.
         notes: Takes, in words, what of it could not be read.
     """
-    steps: list[tuple[int, dict[object, EventRecord]]] = []
+
+    def what(event: EventRecord) -> object:
+        return (*place(event), event.get("kind"), str(event.get("state")))
+
+    return worst_first(_read(path, names_a_head, what, "an event", notes))
+
+
+def read_notes(path: Path, notes: list[str]) -> list[NoteRecord]:
+    """Return the notes of a file, as `read_events` does its events."""
+    return _read(path, is_note, lambda note: note.get("note"), "a note", notes)
+
+
+def _read(
+    path: Path,
+    wanted: Callable[[Mapping[str, object]], bool],
+    what: Callable[[Mapping[str, object]], object],
+    noun: str,
+    notes: list[str],
+) -> list[Mapping[str, object]]:
+    """Return the records of a file; of one step, the last of each `what`."""
+    steps: list[tuple[int, dict[object, Mapping[str, object]]]] = []
     damaged = 0
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -24,17 +48,17 @@ def read_events(path: Path, notes: list[str]) -> list[EventRecord]:
         notes.append(f"{path} could not be read: {error.strerror or error}")
         return []
     for line in filter(str.strip, lines):
-        event = parsed(line)
-        step = event.get("step")
-        if not (isinstance(step, int) and names_a_head(event)):
+        record = parsed(line)
+        step = record.get("step")
+        if not (isinstance(step, int) and wanted(record)):
             damaged += 1
             continue
         if not steps or steps[-1][0] != step:
             steps.append((step, {}))
-        steps[-1][1][(*place(event), event.get("kind"), str(event.get("state")))] = event
+        steps[-1][1][what(record)] = record
     if damaged:
-        notes.append(f"{path}: {count(range(damaged), 'line')} without an event left out")
-    return worst_first([event for _, events in settle(steps) for event in events.values()])
+        notes.append(f"{path}: {count(range(damaged), 'line')} without {noun} left out")
+    return [record for _, records in settle(steps) for record in records.values()]
 
 
 def event_lines(events: Sequence[EventRecord]) -> list[str]:
@@ -50,6 +74,20 @@ def event_lines(events: Sequence[EventRecord]) -> list[str]:
         f"  {count(flagged, 'head')} flagged, {len(critical)} of them critical, {len(open_heads(events))} still open "
         "at the end",
     ]
+
+
+def note_lines(notes: Sequence[NoteRecord], *, events: bool) -> list[str]:
+    """Return what was said beside the events, if there were `events`: the first of it, and how much more there is."""
+    if not notes:
+        return []
+    lines = [f"    step {note.get('step')}: {_without_step(note)}" for note in notes[:_LISTED]]
+    more = [f"    and {len(notes) - _LISTED} more, all in {NOTES_FILE}"] if len(notes) > _LISTED else []
+    return ["  noted beside them:" if events else "  but noted:", *lines, *more]
+
+
+def _without_step(note: NoteRecord) -> str:
+    """Return the text of a note, without the step that some begin with."""
+    return str(note.get("note")).removeprefix(f"step {note.get('step')}: ")
 
 
 def _plain(event: EventRecord) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from attn_monitor.views import RunData, Series, Table, run_name, series
 _COUNTS = "nonfinite"
 _SHOWN = 8
 _MOST_LINES = 12
+_MOST_TOLD = 4
+"""How many lines of the diagnosis: the file has all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,24 @@ def newest_flights(flights: Sequence[Flight]) -> list[Flight]:
     return list({flight.run: flight for flight in flights}.values())
 
 
-def summarize_flights(flights: Sequence[Flight]) -> list[str]:
-    """Return the last flight record of each run in words, and of those before it when and why they were written."""
-    newest = newest_flights(flights)
-    return [summarize_flight(flight, brief=flight not in newest) for flight in flights]
+def summarize_flights(flights: Sequence[Flight], said: Iterable[str] = ()) -> list[str]:
+    """Return the last flight record of each run in words, and of those before it when and why they were written.
+
+    Args:
+        flights: The records.
+        said: The summaries that stand above them, which are not repeated.
+    """
+    newest, above = newest_flights(flights), "\n".join(said)
+    return [summarize_flight(flight, brief=flight not in newest, said=above) for flight in flights]
 
 
-def summarize_flight(flight: Flight, *, brief: bool = False) -> str:
+def summarize_flight(flight: Flight, *, brief: bool = False, said: str = "") -> str:
     """Return when and why it was written, where nan or inf began, the diagnosis, and the last observations.
 
     Args:
         flight: The record.
         brief: Whether to leave the last two out.
+        said: Text in which the lines of the diagnosis need not stand again.
     """
     record = flight.record
     written = f", written {record.written}" if record.written else ""
@@ -93,9 +101,10 @@ def summarize_flight(flight: Flight, *, brief: bool = False) -> str:
     if brief:
         return "\n".join(map(printable, lines))
     told = [line for text in record.diagnosis for line in text.splitlines()]
-    lines += [f"  {line}" for line in told[:_MOST_LINES]]
-    if len(told) > _MOST_LINES:
-        lines.append(f"  and {count(told[_MOST_LINES:], 'line')} more in the file")
+    new = [line for line in told if printable(line.strip()) not in said]
+    lines += [f"  {line}" for line in new[:_MOST_TOLD]]
+    if len(new) > _MOST_TOLD:
+        lines.append(f"  and {count(new[_MOST_TOLD:], 'line')} more in the file")
     return "\n".join(map(printable, [*lines, *_last_observations(record)]))
 
 

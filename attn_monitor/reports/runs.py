@@ -17,19 +17,19 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from attn_monitor.flight_records import FLIGHT_FILE
 from attn_monitor.reports.event_files import Damage, read_records
-from attn_monitor.reports.event_records import read_events
+from attn_monitor.reports.event_records import read_events, read_notes
 from attn_monitor.reports.flight import Flight, read_flights
-from attn_monitor.stored_events import EventRecord
-from attn_monitor.tags import EVENTS_FILE
+from attn_monitor.stored_events import EventRecord, NoteRecord
+from attn_monitor.tags import EVENTS_FILE, NOTES_FILE
 from attn_monitor.views import PREFIX, RunData, Series, assemble, is_users, run_name, series, stages, threshold_of
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)")
 _CSV = "metrics.csv"
 _MONITOR = r"(?P<prefix>(?:monitor\d+_)?)"
 _PARTED = re.compile(_MONITOR + "(.*)", re.DOTALL)
-_TOLD = re.compile(_MONITOR + re.escape(EVENTS_FILE))
+_TOLD = {name: re.compile(_MONITOR + re.escape(name)) for name in (EVENTS_FILE, NOTES_FILE)}
 _PLUGIN = "attn_monitor"
-_RATIO, _EVENTS = "saturation_ratio", "event_records"
+_RATIO, _DATED = "saturation_ratio", ("event_records", "note_records")
 _NAMES = ("layers", "head_dim")
 _TENSOR = re.compile(rf"(?P<prefix>{PREFIX}){_PLUGIN}/(?P<name>\w+)")
 _OWN_SCALAR = re.compile(
@@ -55,6 +55,7 @@ class RunFiles:
         csv: That of Lightning's CSVLogger.
         events: The events as plain text, by what stands before the tags of their monitor.
         flights: What the flight recorder left.
+        notes: The notes as plain text, like `events`.
     """
 
     name: str
@@ -62,11 +63,12 @@ class RunFiles:
     csv: Path | None
     events: Mapping[str, Path] = field(default_factory=dict)
     flights: Sequence[Path] = ()
+    notes: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Bytes there are to read."""
-        paths = [*self.event_files, self.csv, *self.events.values(), *self.flights]
+        paths = [*self.event_files, self.csv, *self.events.values(), *self.notes.values(), *self.flights]
         return sum(path.stat().st_size for path in paths if path is not None)
 
 
@@ -80,6 +82,7 @@ class ScalarRun:
         scalars: Ours, by tag.
         others: The user's own, by tag.
         events: What was opened, became critical or ended, oldest first, of one step the worst head first.
+        notes: What was said beside them, oldest first.
     """
 
     name: str
@@ -87,6 +90,7 @@ class ScalarRun:
     scalars: Mapping[str, Series]
     others: Mapping[str, Series]
     events: Sequence[EventRecord] = ()
+    notes: Sequence[NoteRecord] = ()
 
 
 @dataclass(slots=True)
@@ -137,13 +141,16 @@ def _runs_below(directory: Path) -> Iterator[RunFiles]:
                 name=own if here == directory else here.relative_to(directory).as_posix(),
                 event_files=[here / name for name in sorted(known, key=_age) if name != _CSV],
                 csv=here / _CSV if _CSV in known else None,
-                events={
-                    match["prefix"]: here / name
-                    for name in sorted(names)
-                    if (match := _TOLD.fullmatch(name)) and (here / name).is_file()
-                },
+                events=_told(here, names, EVENTS_FILE),
                 flights=sorted(flights),
+                notes=_told(here, names, NOTES_FILE),
             )
+
+
+def _told(folder: Path, names: Iterable[str], kind: str) -> dict[str, Path]:
+    """Return the files of one kind, by what stands before the tags of their monitor."""
+    found = {name: match["prefix"] for name in sorted(names) if (match := _TOLD[kind].fullmatch(name))}
+    return {prefix: folder / name for name, prefix in found.items() if (folder / name).is_file()}
 
 
 def _age(name: str) -> tuple[int, list[tuple[int, str]]]:
@@ -189,7 +196,7 @@ def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
         if not stages(stored.tensors) and all(map(is_users, stored.scalars)):
             stored, source = _read_csv(files.csv, notes), _CSV
         progress(files.csv.stat().st_size)
-    progress(sum(path.stat().st_size for path in files.events.values()))
+    progress(sum(path.stat().st_size for path in (*files.events.values(), *files.notes.values())))
     flights = read_flights(files.name, files.flights, notes)
     progress(sum(path.stat().st_size for path in files.flights))
     scalars = {tag: series(points) for tag, points in stored.scalars.items()}
@@ -218,7 +225,8 @@ def _scalar_runs(
         parted.setdefault(prefix, {})[rest] = points
     for prefix, scalars in sorted(parted.items(), key=lambda item: _natural(item[0])):
         events = read_events(files.events[prefix], notes) if prefix in files.events else []
-        yield ScalarRun(run_name(files.name, prefix), source, scalars, users, events)
+        told = read_notes(files.notes[prefix], notes) if prefix in files.notes else []
+        yield ScalarRun(run_name(files.name, prefix), source, scalars, users, events, told)
 
 
 @dataclass(slots=True)
@@ -235,11 +243,12 @@ class _Stored:
     """The last step of the tables by stage."""
 
     def add_tensor(self, tag: str, prefix: str, name: str, step: int, array: NDArray[Any]) -> None:
-        """Take in an array; a run that was resumed at an earlier step takes back the events it told of later ones."""
+        """Take in an array; a run that was resumed at an earlier step takes back what it told of later ones."""
         if name not in _NAMES:
             if step < self.newest.get(prefix, step):
-                events = self.tensors.get(f"{prefix}{_PLUGIN}/{_EVENTS}", [])
-                events[:] = [(earlier, batch) for earlier, batch in events if earlier < step]
+                for dated in _DATED:
+                    told = self.tensors.get(f"{prefix}{_PLUGIN}/{dated}", [])
+                    told[:] = [(earlier, batch) for earlier, batch in told if earlier < step]
             self.newest[prefix] = step
         self.tensors.setdefault(tag, []).append((step, array))
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from attn_monitor.catalog import STATISTICS
-from attn_monitor.reports.event_records import count, event_lines, place
+from attn_monitor.reports.event_records import count, event_lines, note_lines, place
 from attn_monitor.reports.runs import ScalarRun
 from attn_monitor.reports.summary import aligned, losses_and_norms, shown
 from attn_monitor.reports.terminal import printable
@@ -29,6 +29,7 @@ def summarize_scalars(run: ScalarRun) -> str:
         f"  {run.source} with means and worst heads of layers only: {_more(run)}",
     ]
     lines += event_lines(run.events)
+    lines += note_lines(run.notes, events=bool(run.events))
     lines += _model_wide(run)
     lines += _flagged_heads(run)
     lines += _worst_layers(run)

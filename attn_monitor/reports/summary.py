@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from attn_monitor.diagnosis import FACTORS, explain
 from attn_monitor.reports.broken import broken_lines, broken_since
-from attn_monitor.reports.event_records import count, event_lines, place
+from attn_monitor.reports.event_records import count, event_lines, note_lines, place
 from attn_monitor.reports.growth import growth_in_words
 from attn_monitor.reports.terminal import printable
 from attn_monitor.views import STAGES, RunData, Series
@@ -37,6 +37,7 @@ def summarize(run: RunData) -> str:
     lines = [
         _heading(run),
         *_events(run),
+        *note_lines(run.notes, events=bool(run.events)),
         *broken_lines(run),
         *_worst_table(run, worst),
         *_growth(run, worst),
@@ -50,9 +51,10 @@ def _printable_run(run: RunData) -> RunData:
         {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
         for event in run.events
     ]
+    notes = [{**note, "note": printable(str(note.get("note")))} for note in run.notes]
     scalars = {printable(tag): points for tag, points in run.scalars.items() if _LOSS.search(tag) or _NORM.search(tag)}
     layers = [printable(layer) for layer in run.layers]
-    return replace(run, name=printable(run.name), layers=layers, events=events, scalars=scalars)
+    return replace(run, name=printable(run.name), layers=layers, events=events, scalars=scalars, notes=notes)
 
 
 def _heading(run: RunData) -> str:
@@ -192,7 +194,8 @@ def _at(run: RunData, statistic: str, head: _Head, index: int) -> float:
 
 def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
     lines = []
-    flagged = {place(event) for event in run.events}
+    flagged = {place(event) for event in run.events if event.get("statistic") != "nonfinite"}
+    broken = broken_since(run)
     for head in heads:
         ratio, worst = _peak(run, head)
         first = _first_step(run, head)
@@ -204,8 +207,9 @@ def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
         growth, *more = [*growth_in_words(before, now, sick=sick), ""]
         why = "; ".join(part for part in (*more, cause) if part)
         name = f"head {head[1]} of {run.layers[head[0]]}"
+        until = f"until nan or inf at step {broken[head]}: " if head in broken else ""
         if growth or why:
-            lines.append(f"    {name}: {growth or why}")
+            lines.append(f"    {name}: {until}{growth or why}")
         if growth and why:
             lines.append(f"      {why}")
     return ["", "  what grew, from the first observation to the largest ratio:", *lines] if lines else []

@@ -90,13 +90,13 @@ class Store:
         def load_table(statistic: str) -> views.Table:
             return read(tables[statistic], _Dated.of).table
 
-        layers_tag, dims_tag, events_tag = views.beside_tables(prefix)
+        layers_tag, dims_tag, *told_tags = views.beside_tables(prefix)
         small = {tag: read(tag, _points) for tag in (layers_tag, dims_tag) if tag in tags}
-        if events_tag in tags:
+        for tag in filter(tags.__contains__, told_tags):
             main = views.primary(tables)
             times = [] if main is None else read(tables[main], _Dated.of).times
-            small[events_tag] = [
-                (step, batch) for step, time, batch in read(events_tag, _timed) if not _taken_back(step, time, times)
+            small[tag] = [
+                (step, batch) for step, time, batch in read(tag, _timed) if not _taken_back(step, time, times)
             ]
         ratio = tables.get(RATIO)
         return views.assemble(

@@ -4,7 +4,7 @@
  * `render()` is what TensorBoard's iframe calls. `mount(element, source)` shows the same from any source:
  *
  *   runs()                                -> [name, ...]
- *   meta(run)                             -> {name, layers, heads, head_dims, steps, statistics, scalars, events}
+ *   meta(run)                             -> {name, layers, heads, head_dims, steps, statistics, scalars, events, notes}
  *   frames(run, statistic, first, count)  -> {steps, shape: [S, L, H], data: base64 of little-endian float32}
  *   line(run, layer, head, statistics)    -> {statistics: {name: {steps, values}}}, null where there is no value
  *   events(run)                           -> [{step, layer, head, severity, state, message, ...}, ...]
@@ -772,6 +772,7 @@ class App {
     this.charts = h("div", { className: "charts" });
     this.eventList = h("ol", { className: "events" });
     this.eventTitle = h("h2", {}, "Events");
+    this.noteList = h("ul", { className: "notes", "aria-label": "Notes beside the events" });
     this.tip = h("div", { className: "tip", hidden: true });
     this.help = h("dialog", { className: "help" }, h("h2", {}, "Keys"),
       h("dl", {}, ...HELP.filter(([keys]) => keys !== "r" || !this.source.fixed).flatMap(([keys, meaning]) => [h("dt", {}, keys), h("dd", {}, meaning)])),
@@ -787,7 +788,7 @@ class App {
         h("button", { type: "button", title: "Keys (?)", onclick: () => this.help.showModal() }, "?")),
       this.runList, this.banner, h("div", { className: "scale" }, this.definition, this.legend), this.maps_,
       h("div", { className: "status" }, this.readout, this.toLines),
-      h("div", { className: "below" }, h("section", {}, this.detailTitle, this.causes, this.keys, this.charts, this.flat), h("section", {}, this.eventTitle, this.eventList)),
+      h("div", { className: "below" }, h("section", {}, this.detailTitle, this.causes, this.keys, this.charts, this.flat), h("section", {}, this.eventTitle, this.noteList, this.eventList)),
       this.tip, this.help);
     this.element.addEventListener("keydown", (event) => this.key(event));
     document.addEventListener("keydown", (event) => { if (event.target === document.body) this.key(event); });
@@ -1173,7 +1174,17 @@ class App {
     return open;
   }
 
+  /** What was said of a run beside its events: a wrong scale, uniform attention, forecasts. */
+  listNotes() {
+    const notes = this.shown.flatMap((run) => (this.metas.get(run)?.notes ?? []).map((note) => ({ ...note, run })));
+    this.noteList.replaceChildren(...notes.slice(0, 200).map(({ run, step, note }) => {
+      const start = `step ${step}: `;
+      return h("li", {}, this.shown.length > 1 ? h("span", { className: "of" }, `${run} `) : "", note.startsWith(start) ? note : start + note);
+    }), ...(notes.length > 200 ? [h("li", {}, `and ${notes.length - 200} more`)] : []));
+  }
+
   listEvents() {
+    this.listNotes();
     const count = this.events.filter((event) => event.state !== "ended").length;
     this.eventTitle.textContent = this.events.length ? `Events (${this.events.length})` : "Events: none";
     this.eventTitle.title = `${count} opened or became critical`;

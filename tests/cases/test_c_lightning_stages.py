@@ -1,0 +1,224 @@
+"""C: packages, stages, fits and searches, checkpoints, compiled modules, interrupts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.tuner.tuning import Tuner
+from torch import Tensor, nn
+
+from attn_monitor import AttentionMonitor
+from tests.cases.lit import Block, data
+from tests.cases.support import Thermostat, Trained, close, fit, hooks, serve, value
+from tests.models import LIGHTNING_ADVICE, quiet
+
+pytestmark = LIGHTNING_ADVICE
+LAYER = "net.attn"
+
+
+def test_c03_the_monitor_is_a_callback_of_both_packages() -> None:
+    assert isinstance(AttentionMonitor(), lightning.pytorch.Callback)
+    assert isinstance(AttentionMonitor(), pl.Callback)
+
+
+ONE_PACKAGE = """
+import sys
+sys.modules[{blocked!r}] = None
+import {package} as pl
+from attn_monitor import AttentionMonitor
+print(isinstance(AttentionMonitor(), pl.Callback))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("blocked", "package"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning.pytorch")]
+)
+def test_c03_one_package_is_enough(blocked: str, package: str) -> None:
+    script = ONE_PACKAGE.format(blocked=blocked, package=package)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True"]
+
+
+def test_c09_sanity_checks_and_validation_stay_out_of_training() -> None:
+    alone, amid = AttentionMonitor(), AttentionMonitor()
+    twins = [Trained(Block()) for _ in range(2)]
+    twins[1].load_state_dict(twins[0].state_dict())
+    stages: list[str] = []
+    twins[1].net.register_forward_hook(lambda *_: stages.append(str(twins[1].trainer.state.stage)))
+    fit(twins[0], alone, data(3))
+    trainer, _ = fit(twins[1], amid, data(3), data(2, seed=8), num_sanity_val_steps=2, val_check_interval=1)
+    assert {stage.rpartition(".")[2] for stage in stages} == {"SANITY_CHECKING", "TRAINING", "VALIDATING"}  # the trap
+    assert [record[LAYER].calls for _, record in amid.history] == [1, 1, 1]
+    for (_, one), (_, other) in zip(alone.history, amid.history, strict=True):
+        close(one[LAYER], other[LAYER], relative=0, absolute=0)
+    assert not any("attn" in key for key in trainer.callback_metrics if key.startswith("val_"))
+
+
+def test_c09_validation_has_numbers_of_its_own() -> None:
+    monitor = AttentionMonitor(stages=("train", "validate"))
+    fit(Trained(Block(), lr=0.0), monitor, data(3), data(2, seed=8), num_sanity_val_steps=2, val_check_interval=1)
+    assert [record[LAYER].calls for _, record in monitor.history] == [1, 1, 1]
+    assert monitor.evaluations["validate"][LAYER].calls == 2
+
+
+def test_c10_a_second_and_a_third_fit_count_nothing_twice() -> None:
+    model, monitor = Trained(Block()), AttentionMonitor()
+    before = hooks(model)
+    for _ in range(3):
+        monitor.history.clear()
+        fit(model, monitor, data(3))
+        assert hooks(model) == before
+        assert [(step, record[LAYER].calls) for step, record in monitor.history] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_c10_two_monitors_on_one_model_are_independent() -> None:
+    twins = [Trained(Block()) for _ in range(2)]
+    twins[1].load_state_dict(twins[0].state_dict())
+    alone = AttentionMonitor()
+    fit(twins[0], alone, data(4))
+    all_steps, every_second = AttentionMonitor(), AttentionMonitor(every_n_steps=2)
+    fit(twins[1], [all_steps, every_second], data(4))
+    assert [step for step, _ in every_second.history] == [0, 1, 3]
+    assert hooks(twins[1]) == 0
+    wanted = dict(alone.history)
+    for monitor in (all_steps, every_second):
+        for step, record in monitor.history:
+            close(record[LAYER], wanted[step][LAYER], relative=0, absolute=0)
+
+
+class Thermostats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Thermostat(), Thermostat()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x) + self.decoder(x)
+
+
+def test_c11_the_memory_of_two_monitors_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    def monitors() -> list[AttentionMonitor]:
+        return [AttentionMonitor(modules=f"net.{part}*") for part in ("enc", "dec")]
+
+    def hot() -> Trained:
+        net = Thermostats()
+        net.encoder.std = 6.0  # saturated, and stays so
+        return Trained(net, lr=0.0)
+
+    first = monitors()
+    trainer, said = fit(hot(), first, serve(torch.zeros(3, 1)))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert len([text for text in said if "2 AttentionMonitors" not in text]) == 1
+    assert first[0].state_key != first[1].state_key
+
+    again = monitors()
+    assert [monitor.state_key for monitor in again] == [monitor.state_key for monitor in first]
+    trainer, said = fit(hot(), again, serve(torch.zeros(3, 1)), max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert trainer.global_step == 6
+    assert [(event.step, event.layer, event.head) for event in again[0].events] == [
+        (0, "net.encoder", 0),
+        (0, "net.encoder", 1),
+    ]
+    assert again[1].events == []
+    assert all("2 AttentionMonitors" in text for text in said)  # the episode goes on, so nothing is news
+    assert [step for step, _ in again[0].history] == [3, 4, 5]
+
+
+def test_c13_the_steps_of_a_learning_rate_search_leave_no_trace(tmp_path: Path) -> None:
+    monitor = AttentionMonitor()
+    model = Trained(Block())
+    trainer = quiet(callbacks=[monitor], default_root_dir=tmp_path)
+    Tuner(trainer).lr_find(model, data(20), num_training=10, max_lr=1e3)
+    assert (monitor.events, list(monitor.history)) == ([], [])
+    assert hooks(model) == 0
+    trainer.fit(model, data(2))
+    assert [step for step, _ in monitor.history] == [0, 1]
+
+
+class Late(Trained):
+    """Builds and compiles its network in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = torch.compile(Block(), backend="eager")
+
+
+class Silent(Trained):
+    """Logs nothing of its own: a log inside of a compiled step is the user's to avoid."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside", "configure_model"])
+def test_c15_compiled_modules_are_observed_under_their_plain_names(where: str) -> None:
+    torch._dynamo.reset()
+    model: Any
+    if where == "outside":
+        model = torch.compile(Silent(Block()), backend="eager")
+    elif where == "inside":
+        compiled: Any = torch.compile(Block(), backend="eager")
+        model = Trained(compiled)
+    else:
+        model = Late()
+    monitor = AttentionMonitor()
+    trainer, said = fit(model, monitor, data(3))
+    assert said == []
+    assert [(step, list(record)) for step, record in monitor.history] == [(step, [LAYER]) for step in range(3)]
+    assert f"attn_logit_std/{LAYER}" in trainer.callback_metrics
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_c16_every_entry_point_attaches_and_detaches(stage: str) -> None:
+    model = Trained(Block())
+    during: list[int] = []
+    model.net.register_forward_hook(lambda *_: during.append(hooks(model)))
+    monitor = AttentionMonitor(stages=(stage,))
+    before = hooks(model)
+    getattr(quiet(callbacks=[monitor]), stage)(model, data(2))
+    assert hooks(model) == before
+    assert min(during) > before
+    assert monitor.evaluations[stage][LAYER].calls == 2
+    assert value(monitor.evaluations[stage][LAYER], "logit_std").min() > 0
+
+
+@contextmanager
+def keeping_sigint() -> Iterator[None]:
+    """Put back the handler of Ctrl-C, which Lightning ignores after the first."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_c16_ctrl_c_leaves_nothing_behind(stage: str) -> None:
+    model = Trained(Block())
+    model.net.register_forward_hook(interrupt)
+    before = hooks(model)
+    trainer = quiet(callbacks=[AttentionMonitor(stages=("train", "validate", "test", "predict"))])
+    with keeping_sigint(), pytest.raises(SystemExit):
+        getattr(trainer, stage)(model, data(2))
+    assert hooks(model) == before
+    assert torch._C._len_torch_function_stack() == 0
+    assert not {"training_step", "validation_step", "test_step", "predict_step"} & set(vars(model))

@@ -1,0 +1,1 @@
+"""The Attention tab in a real browser, with TensorBoard around it."""
