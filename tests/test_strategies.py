@@ -14,105 +14,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
-from pytorch_lightning.strategies import DDPStrategy, Strategy
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from attn_monitor import AttentionMonitor, AttentionProbe, QKClip
-from attn_monitor.events import AttentionSaturationError, AttentionWarning
-from attn_monitor.statistics import attention_rows
 from tests.models import DIM, LIGHTNING_ADVICE, Lit, quiet
 from tests.processes import run_ranks
+from tests.strategies import BLOCKS, QUERIES, STEPS, WORLD, Uneven, data, loader_of, outcome, values_of
 
 pytestmark = [pytest.mark.slow, *LIGHTNING_ADVICE]
-
-WORLD = 2
-SIZES = (3, 2)
-"""Samples per batch on each rank."""
-STEPS, QUERIES = 3, 5
-BLOCKS = ["net.blocks.0", "net.blocks.1"]
-
-
-class Uneven(Lit):
-    """Two attentions on batches that differ between the ranks; a rank may leave the second one out."""
-
-    def __init__(self, *, skipping: int | None = None, hot: int | None = None, lr: float = 0.1) -> None:
-        torch.manual_seed(13)
-        super().__init__("hand", "sdpa")
-        self.skipping, self.hot, self.lr = skipping, hot, lr
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-    def on_rank(self, rank: int, x: Tensor) -> Tensor:
-        first, second = self.net.blocks
-        x = x * 40 if rank == self.hot else x
-        x = x + first(x)
-        x = x if rank == self.skipping else x + second(x)
-        loss: Tensor = self.net.head(x).square().mean()
-        return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.on_rank(self.global_rank, batch[0])
-        self.losses.append(loss.detach())
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.on_rank(self.global_rank, batch[0])
-
-
-def data(rank: int, steps: int = STEPS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(31 + rank)
-    return [torch.randn(SIZES[rank], QUERIES, DIM, generator=generator) for _ in range(steps)]
-
-
-def loader_of(rank: int, steps: int = STEPS) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.cat(data(rank, steps))), batch_size=SIZES[rank])
-
-
-def values_of(history: Any) -> list[Any]:
-    return [
-        (step, {layer: {name: v.tolist() for name, v in stats.measured().items()} for layer, stats in record.items()})
-        for step, record in history
-    ]
-
-
-def outcome(
-    rank: int, strategy: Strategy, model: Lit, watching: AttentionMonitor | None, **settings: Any
-) -> dict[str, Any]:
-    """Train on this rank of a group that exists, and return what it knows afterwards."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(WORLD))
-    stages = settings.pop("validation", None)
-    count = settings.pop("steps", STEPS)
-    error = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        callbacks = [*([watching] if watching else []), *settings.pop("callbacks", [])]
-        trainer = quiet(
-            strategy=strategy, devices=WORLD, callbacks=callbacks, use_distributed_sampler=False, **settings
-        )
-        try:
-            trainer.fit(model, loader_of(rank, count), stages)
-        except AttentionSaturationError as raised:
-            error = str(raised)
-    said = [str(w.message) for w in caught if issubclass(w.category, AttentionWarning) and "logger" not in str(w)]
-    monitor = watching or AttentionMonitor()
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {
-        "history": values_of(monitor.history),
-        "evaluations": {
-            stage: {layer: stats.measured()["logit_max"].tolist() for layer, stats in record.items()}
-            for stage, record in monitor.evaluations.items()
-        },
-        "events": [str(event) for event in monitor.events],
-        "metrics": metrics,
-        "steps": trainer.global_step,
-        "losses": [float(loss) for loss in model.losses],
-        "weights": [parameter.tolist() for parameter in model.parameters()],
-        "error": error,
-        "said": said,
-    }
 
 
 def by_one_process(*, skipping: int | None = None, accumulated: int = 1) -> list[Any]:
@@ -216,63 +128,6 @@ def test_ranks_stop_and_raise_at_the_same_step(decided: list[Any], action: str) 
     assert bool(first["error"]) == (action == "raise")
 
 
-def trouble(rank: int) -> dict[str, Any]:
-    """Things that go wrong on rank 1 only."""
-    found = {}
-    real = attention_rows
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if rank == 1:
-            raise MemoryError("no tile")
-        return real(*args, **kwargs)
-
-    with patch("attn_monitor.looks.attention_rows", failing):
-        found["statistic"] = outcome(rank, DDPStrategy(), Uneven(), AttentionMonitor())
-    monitor = AttentionMonitor()
-    attach = AttentionProbe.attach
-
-    def refusing(probe: AttentionProbe, *args: Any, **kwargs: Any) -> None:
-        if rank == 1 and not monitor.history and not failed:
-            failed.append(1)
-            raise OSError("not now")
-        attach(probe, *args, **kwargs)
-
-    failed: list[int] = []
-    with patch.object(AttentionProbe, "attach", refusing):
-        found["attach"] = outcome(rank, DDPStrategy(), Uneven(), monitor)
-    judged = AttentionMonitor(every_n_steps=10)
-    if rank == 1:
-        judged._judge.take = lambda *_: 1 / 0  # type: ignore[assignment,method-assign] # an error of ours
-    found["judge"] = outcome(rank, DDPStrategy(), Uneven(hot=1), judged, steps=12)
-    return found
-
-
-@pytest.fixture(scope="module")
-def troubled() -> list[dict[str, Any]]:
-    return run_ranks(trouble, WORLD)
-
-
-def test_a_statistic_that_fails_on_one_rank_is_missing_on_all(troubled: list[Any]) -> None:
-    first, second = (rank["statistic"] for rank in troubled)
-    assert first["history"] == second["history"]
-    assert len(first["history"]) == STEPS == first["steps"]
-    assert not any(BLOCKS[1] in record for _, record in first["history"])
-    assert any("rank 1: MemoryError: no tile" in text for text in first["said"])
-
-
-def test_a_rank_that_fails_to_attach_costs_one_record_on_all(troubled: list[Any]) -> None:
-    first, second = (rank["attach"] for rank in troubled)
-    assert first["history"] == second["history"]
-    assert [step for step, _ in first["history"]] == [1, 2]
-    assert any("rank 1: attaching to the model failed: OSError: not now" in text for text in first["said"])
-
-
-def test_ranks_go_on_observing_the_same_steps_if_one_can_not_judge(troubled: list[Any]) -> None:
-    first, second = (rank["judge"] for rank in troubled)
-    assert [step for step, _ in first["history"]] == [step for step, _ in second["history"]]
-    assert first["steps"] == second["steps"] == 12
-
-
 def evaluation(rank: int) -> dict[str, Any]:
     """Rank 1 has nothing to validate on."""
     count = 2 if rank == 0 else 0
@@ -310,19 +165,6 @@ def test_qk_clip_rescales_the_weights_of_all_ranks_alike() -> None:
     assert min(largest) < largest[0] / 2
     assert any("QK-Clip: step" in text for text in first["said"])
     assert second["said"] == []
-
-
-def unwritable(rank: int, folder: str) -> dict[str, Any]:
-    """A checkpoint is wanted at the first flagged head, and a file stands where its folder should."""
-    monitor = AttentionMonitor(every_n_steps=1, save_checkpoint=True)
-    return outcome(rank, DDPStrategy(), Uneven(hot=1, lr=1e-5), monitor, steps=4, default_root_dir=folder)
-
-
-def test_a_checkpoint_that_can_not_be_written_holds_up_no_rank(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("no folder")
-    first, second = run_ranks(unwritable, WORLD, str(tmp_path))
-    assert first["steps"] == second["steps"] == 4
-    assert any("saving a checkpoint at step" in text for text in first["said"])
 
 
 def resumed(rank: int, folder: str) -> dict[str, Any]:
