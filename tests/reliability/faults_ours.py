@@ -48,7 +48,7 @@ def forward_statistics(folder: Path) -> Verdict:
     )
     trial = survives(breaking, monitor)
     (text,) = trial.said
-    assert "net.blocks.0 (" in text
+    assert "net.blocks.0, net.blocks.1" in text
     assert "ZeroDivisionError: broken on purpose" in text
     assert records(monitor)[FAULTY] == {}
     right(monitor, but=[FAULTY])
