@@ -110,6 +110,7 @@ EXAMPLES = {
     "fabric_loop": "step 20: [",
     "plain_loop": "step  50: loss 0.",
     "transformers_finetune": "step 95, bert.bert.encoder.layer.1.attention.self: ",
+    "transformers_trainer": ", bert.encoder.layer.1.attention.self: entropy_normalized by head",
     "vit_digits": "encoder.layers.1.self_attn: entropy_normalized by head",
 }
 """The examples that check themselves, and something that each prints."""
