@@ -166,13 +166,13 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    @guarded(ValueError)
+    @guarded(again=True)
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the choice of modules, and start afresh for another model."""
         self._losses = 0
         self._start_fit(LightningLoop(trainer), pl_module)
 
-    @guarded()
+    @guarded(again=True)
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Observe this batch if its optimizer step is one to log."""
         self._begin_step(LightningLoop(trainer), pl_module, log_interval(trainer))
@@ -238,12 +238,12 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
-    @guarded(ValueError)
+    @guarded(again=True)
     def start_stage(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare to observe a run of the stage."""
         self._start_stage(stage, LightningLoop(trainer), pl_module)
 
-    @guarded()
+    @guarded(again=True)
     def start_batch(self, stage: str, trainer: Trainer) -> None:
         """Observe from here on."""
         self._begin_batch(stage, LightningLoop(trainer))

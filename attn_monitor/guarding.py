@@ -30,27 +30,33 @@ class Guarded(Protocol):
         """Report an error of ours and leave nothing behind; must not raise."""
 
 
-def guarded(*letting: type[Exception]) -> Callable[[_Hook], _Hook]:
+def guarded(*, again: bool = False) -> Callable[[_Hook], _Hook]:
     """Return a decorator for a hook, which lets pass what is meant for the user and reports every other error.
 
+    Meant for the user are `AttentionSaturationError`, an `AttentionWarning` where warnings are errors, and what a
+    `UsersError` carries.
+
     Args:
-        *letting: What is meant for the user, beside `AttentionSaturationError`, an `AttentionWarning` where warnings
-            are errors, and what the user's own function raised.
+        again: Whether a hook that failed is tried once more, since other processes count on what it does.
     """
-    meant: tuple[type[Exception], ...] = (AttentionSaturationError, AttentionWarning, *letting)
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
         def run(self: Guarded, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except meant:
-                raise
-            except UsersError as carried:
-                theirs = carried.original
-            except Exception as error:
-                self._hook_failed(hook.__name__, error)
-                return None
+            left = 2 if again else 1
+            while True:
+                left -= 1
+                try:
+                    return hook(self, *args, **kwargs)
+                except (AttentionSaturationError, AttentionWarning):
+                    raise
+                except UsersError as carried:
+                    theirs = carried.original
+                    break
+                except Exception as error:
+                    if not left:
+                        self._hook_failed(hook.__name__, error)
+                        return None
             raise theirs
 
         return run  # type: ignore[return-value] # the same signature

@@ -66,7 +66,8 @@ def mismatch(norms_NH: Tensor, norms_NM: Tensor) -> tuple[Tensor, Tensor]:
     The largest difference over all tokens to the best multiple, relative to the mean length: 0 for a block times a
     constant, inf where nothing can be said.
     """
-    products = norms_NH.T @ norms_NM
+    with torch.autocast(norms_NH.device.type, enabled=False):  # the model's would round the product
+        products = norms_NH.T @ norms_NM
     factors_HM = products / norms_NM.square().sum(0)
     difference = norms_NH[:, :, None] - factors_HM * norms_NM[:, None, :]
     errors = difference.abs().amax(0) / norms_NH.square().mean(0).sqrt()[:, None]

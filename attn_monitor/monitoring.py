@@ -207,11 +207,11 @@ class Monitoring(ObservedStages):
         self, loop: Loop, model: nn.Module, step: int, record: Mapping[str, AttentionStatistics] | None
     ) -> Judgement:
         """Judge a record, publish it, and keep it."""
+        clipped = self._clip(model, record or {}, step)  # first: the ranks meet there if a head is above tau
         if record is not None:
             self._audit(TRAIN, model, record)
             self._forget_absent(record)
         judgement = self._judged(step, record or {})
-        clipped = self._clip(model, record or {}, step)
         # The model-wide tags must exist even without a record, or EarlyStopping ends the run.
         statistics = {layer: stats.only(self._recorded) for layer, stats in (record or {}).items()}
         if record is not None:
@@ -287,10 +287,12 @@ class Monitoring(ObservedStages):
 
     def _hook_failed(self, name: str, error: Exception) -> None:
         """Report an error of ours and leave nothing behind; what fails in that as well is given up."""
+        told = f"{name} failed: {type(error).__name__}: {error}"
         with suppress(Exception):
-            self._notices.add(f"{name} failed, this record is lost: {type(error).__name__}: {error}")
-        with suppress(Exception):
-            self._discard()
+            self._notices.add(told)
+        for observer in self._observers.values():
+            with suppress(Exception):
+                observer.fail(told)
 
     def _end_run(self) -> None:
         self._discard()

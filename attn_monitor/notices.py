@@ -46,7 +46,7 @@ class Notices:
     def __init__(self) -> None:
         self._waiting: list[tuple[str, str]] = []  # what it is about, and the text
         self._said: set[str] = set()
-        self._layers: set[tuple[str, str]] = set()
+        self._layers: set[tuple[str, str, str]] = set()
         self._events: dict[Topic, _Doubling[SaturationEvent]] = {}
         self._remedies: set[tuple[Topic, str]] = set()
         self._advice: set[str] = set()
@@ -57,9 +57,9 @@ class Notices:
         self._waiting.append((_without_details(text), text))
 
     def add_layers(self, start: str, texts: Mapping[str, str]) -> None:
-        """Have something to say about layers, in one text; each layer once for each start, however alike the texts."""
-        new = {layer: text for layer, text in texts.items() if (start, layer) not in self._layers}
-        self._layers.update((start, layer) for layer in new)
+        """Have something to say about layers, in one text; of each layer once for each start and kind of reason."""
+        new = {layer: text for layer, text in texts.items() if (start, layer, _kind(text)) not in self._layers}
+        self._layers.update((start, layer, _kind(text)) for layer, text in new.items())
         if new:
             text = f"{start}: {_by_reason(new)}"
             self._waiting.append((text, text))
@@ -166,6 +166,11 @@ def _by_reason(texts: Mapping[str, str]) -> str:
 def _some(layers: Sequence[str]) -> str:
     more = f" and {len(layers) - _LISTED_LAYERS} more" if len(layers) > _LISTED_LAYERS else ""
     return ", ".join(layers[:_LISTED_LAYERS]) + more
+
+
+def _kind(reason: str) -> str:
+    """Return what a reason is about: numbers in it, such as those of heads and tokens, make no other one."""
+    return re.sub(r"\d+", "#", reason)
 
 
 def _without_details(text: str) -> str:

@@ -74,6 +74,14 @@ class Observer:
         self.records += not lost
         return None if lost else statistics
 
+    def fail(self, told: str) -> None:
+        """Give the record of this step up; where several processes meet for it, this one still comes."""
+        if self.ranks is None:
+            self.discard()
+            return
+        self.end()
+        self._failure = self._failure or told
+
     def discard(self) -> None:
         """Detach and forget what was seen. Harmless at any time."""
         self.pooling = False

@@ -157,12 +157,11 @@ class RankReduction:
         elsewhere: dict[str, str] = {}
         notes: dict[str, str] = dict(seen.notes)
         if any(header[_NEWS] or header[_FAILED] for header in self._headers):
-            told = self._exchange(seen)
-            failures = [f"rank {rank}: {other['failure']}" for rank, other in enumerate(told) if other["failure"]]
-            if failures:
-                raise RankError(f"this record is lost on every rank, one failed ({'; '.join(failures)})")
+            told = self._told_by_all(seen)
             if self._agree(told):
                 metric = self._gathered(seen, statistics)
+                if any(header[_FAILED] for header in self._headers):
+                    self._told_by_all(seen)  # which raises
             for rank, other in enumerate(told):
                 elsewhere |= {name: f"on rank {rank}: {reason}" for name, reason in other["skipped"].items()}
                 notes = {**other["notes"], **notes}
@@ -173,6 +172,14 @@ class RankReduction:
             skipped={**missing, **self._differing, **elsewhere, **seen.skipped},
             notes=notes,
         )
+
+    def _told_by_all(self, seen: Seen) -> list[dict[str, Any]]:
+        """Exchange lists, and raise if a rank has failed."""
+        told = self._exchange(seen)
+        failures = [f"rank {rank}: {other['failure']}" for rank, other in enumerate(told) if other["failure"]]
+        if failures:
+            raise RankError(f"this record is lost on every rank, one failed ({'; '.join(failures)})")
+        return told
 
     def _gathered(self, seen: Seen, statistics: Iterable[str] | None) -> AttentionMetric:
         """Return the metric with the states of all ranks pooled, as far as their layers are agreed on."""

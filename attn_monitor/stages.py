@@ -9,6 +9,7 @@ from torch import nn
 
 from attn_monitor.capture.naming import Selection
 from attn_monitor.catalog import FACTORS, GRADIENTS
+from attn_monitor.guarding import UsersError
 from attn_monitor.judge import EVIDENCE, Judge
 from attn_monitor.loop import Loop
 from attn_monitor.notices import Notices
@@ -48,7 +49,7 @@ class ObservedStages:
         """Prepare to observe a run of the stage.
 
         Raises:
-            ValueError: If the chosen modules match none of the model's.
+            UsersError: If the chosen modules match none of the model's, or choosing them raises.
         """
         if stage not in self.stages:
             return
@@ -63,7 +64,10 @@ class ObservedStages:
                 per_call=self.per_call,
                 grad_scale=self._current_loss_factor if training else 1.0,
             )
-            probe.check_modules()
+            try:
+                probe.check_modules()
+            except Exception as error:  # a choice that matches nothing, or a function of the user's that raises
+                raise UsersError(error) from error
             method = self.methods.get(stage, "")
             self._observers[stage] = Observer(probe, method, self._notices.add, loop.rank_reduction())
             self._publishers[stage] = Publisher(

@@ -46,6 +46,28 @@ def test_a_rank_that_can_not_pack_its_state_loses_one_record_of_all() -> None:
     assert run_ranks(out_of_memory, 2) == [[["a"], lost, ["a"]]] * 2
 
 
+def late(rank: int) -> list[Any]:
+    """Rank 1 fails in the gather that follows the agreement on layers, and in no other."""
+    ranks, found = RankReduction(), []
+    real = RankReduction._filled
+    calls: list[int] = []
+
+    def filled(self: RankReduction, *args: Any) -> Any:
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            raise MemoryError("no room")
+        return real(self, *args)
+
+    with patch.object(RankReduction, "_filled", filled):
+        found += [outcome(ranks, Seen(sums={"a": sums_of(logits(2, rank + step))})) for step in range(2)]
+    return found
+
+
+def test_a_rank_that_fails_behind_the_agreement_is_noticed() -> None:
+    lost = "this record is lost on every rank, one failed (rank 1: MemoryError: no room)"
+    assert run_ranks(late, 2) == [[lost, ["a"]]] * 2
+
+
 def in_parts(rank: int) -> list[Any]:
     """Rank 0 leaves the middle layer out, rank 1 the first; a later one comes last."""
     ranks = RankReduction()

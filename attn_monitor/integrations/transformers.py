@@ -66,7 +66,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         """Leave nothing behind on the model; harmless at any time."""
         self._end_run()
 
-    @guarded(ValueError, RuntimeError)
+    @guarded(again=True)
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -78,7 +78,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
             self._restore((Path(folder) if folder else self._checkpoint(args, state)) / STATE_FILE)
         self._start_fit(self._loop(control), model)
 
-    @guarded()
+    @guarded(again=True)
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:

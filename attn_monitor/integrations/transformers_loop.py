@@ -179,14 +179,15 @@ def calling_trainer() -> Trainer:
     the loss are known to the Trainer only. It is a few calls above.
 
     Raises:
-        RuntimeError: If no Trainer does.
+        UsersError: If no Trainer does.
     """
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), Trainer):
             return found
         frame = frame.f_back  # type: ignore[assignment] # ends with None, which the loop asks for
-    raise RuntimeError(
-        "AttentionMonitorCallback expects to be called by transformers.Trainer, and no Trainer was found above the "
-        "call. In a loop of your own use attn_monitor.AttentionProbe."
+    text = (
+        "AttentionMonitorCallback expects to be called by transformers.Trainer, and no Trainer was found above "
+        "the call. In a loop of your own use attn_monitor.AttentionProbe."
     )
+    raise UsersError(RuntimeError(text))
