@@ -73,7 +73,7 @@ class Unwell(CSVLogger):
 @fault(
     "a logger that raises while it logs, is opened or is saved, with another text each time",
     whose="the system's",
-    sees="one warning that names the logger and its first error, then one each time their number has doubled",
+    sees="one warning for each kind of error that names the logger and the first of them",
     lost="the values for that logger; the others get them",
     quick=True,
 )
