@@ -67,7 +67,10 @@ def test_the_demo_takes_whole_numbers(option: str, wrong: str, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_ctrl_c_during_the_demo_leaves_a_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "attn_monitor", "demo", "--steps", "100000", "--logdir", str(tmp_path)]
+    # A shell's background jobs, and what they start, ignore Ctrl-C: the command is to heed it wherever the tests run.
+    heed = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    script = heed + "runpy.run_module('attn_monitor', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", script, "demo", "--steps", "100000", "--logdir", str(tmp_path)]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     ) as run:
@@ -76,6 +79,6 @@ def test_ctrl_c_during_the_demo_leaves_a_run(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate()
+        _, err = run.communicate(timeout=60)
     assert (run.returncode, err) == (130, "attn-monitor: interrupted\n")
     assert main(["report", str(tmp_path), "--summary-only"]) == 0
