@@ -84,7 +84,7 @@ def test_report_of_a_run_that_crashed_has_its_last_steps(tmp_path: Path, capsys:
     assert main(["report", str(tmp_path), "--summary-only"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("1 layer of 2 heads, 5 observations, steps 0 to 4")
-    assert lines[1].startswith("  first event: step 0: head ")
+    assert lines[1].startswith("  first event, critical: step 0: head ")
 
 
 def test_report_of_several_runs_tells_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

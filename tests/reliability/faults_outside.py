@@ -222,7 +222,7 @@ def clock(folder: Path) -> Verdict:
 def no_tensorboard(folder: Path) -> Verdict:
     names = ("tensorboard", "torch.utils.tensorboard")
     monitor = watching()
-    hidden = with_patches(*(patch.dict(sys.modules, {name: None}) for name in names))
+    hidden = with_patches(patch.dict(sys.modules, dict.fromkeys(names)))
     trial = survives(hidden, monitor, steps=EVERY_STEP, logger=CSVLogger(folder))
     assert trial.said == []
     right(monitor)

@@ -224,5 +224,5 @@ class _Patches(AbstractContextManager[None]):
             patch.start()
 
     def __exit__(self, *_: object) -> None:
-        for patch in self.patches:
+        for patch in reversed(self.patches):  # several may hold copies of the same dictionary
             patch.stop()
