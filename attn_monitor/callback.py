@@ -122,6 +122,7 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
         flight_recorder: int = 64,
         mitigation: QKClip | None = None,
     ) -> None:
+        # Named once more, for editors and for LightningCLI, which reads this signature.
         super().__init__(
             modules=modules,
             statistics=statistics,

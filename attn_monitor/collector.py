@@ -91,6 +91,11 @@ class Collector:
         self._taps = GradientTaps(self._looks, self._gradient_failed, self.broken)
 
     @property
+    def failure(self) -> str:
+        """Why nothing of what was seen can be trusted, empty if it can."""
+        return f"watching the model failed: {self._broken}" if self._broken else ""
+
+    @property
     def skipped(self) -> dict[str, str]:
         """Attention that was seen and not measured, with the reason."""
         measured = {record.partition("@")[0].partition("#")[0] for record in self.sums}
@@ -99,7 +104,7 @@ class Collector:
         hidden = shown & (self._unmeasured | lost.keys())
         found = {name: why for name, why in {**lost, **self._skipped}.items() if name not in hidden}
         if self._broken:
-            found[self.placement.root] = f"watching it failed: {self._broken}"
+            found[self.placement.root] = self.failure
         return {name: found[name] for name in (*self._order, *found) if name in found}
 
     @property

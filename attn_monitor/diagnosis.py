@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from attn_monitor.growth import GROWN, PRODUCT, REST, SPREAD, Growth, grown_factors, growth
+from attn_monitor.growth import GROWN, PRODUCT, REST, SPREAD, Growth, grown_factors, growth, whole_percents
 
 FACTORS = (*PRODUCT, "qk_std", "logit_row_std", "logit_max")
 """The per-head numbers a diagnosis may use."""
@@ -135,17 +135,8 @@ def _growth_clause(grown: Mapping[str, float], most: str, shares: Mapping[str, f
     complete = abs(sum(shares.values()) - 1) < _MATTERS
     if not complete or len(parts) < 2:
         return text
-    listed = sorted(_percent(shares).items(), key=lambda part: (part[0] == REST, -part[1]))
+    listed = sorted(whole_percents(shares).items(), key=lambda part: (part[0] == REST, -part[1]))
     return f"{text} ({', '.join(f'{name} {share}%' for name, share in listed if share)} of the growth)"
-
-
-def _percent(shares: Mapping[str, float]) -> dict[str, int]:
-    """Round shares to whole per cent that add up to 100: those that lose most by rounding down are rounded up."""
-    rounded = {name: math.floor(100 * share) for name, share in shares.items()}
-    lost = sorted(shares, key=lambda name: 100 * shares[name] - rounded[name], reverse=True)
-    for name in lost[: 100 - sum(rounded.values())]:
-        rounded[name] += 1
-    return rounded
 
 
 def _has_grown(whole: Growth | None) -> TypeGuard[Growth]:

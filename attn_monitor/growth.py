@@ -61,3 +61,17 @@ def ratio(now: Mapping[str, float], before: Mapping[str, float], name: str) -> f
     """Return by what one number grew, `None` unless that is a positive finite number."""
     by = now[name] / before[name] if name in now and before.get(name) else math.nan
     return by if math.isfinite(by) and by > 0 else None
+
+
+def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
+    """Round shares to whole per cent that still add up: those that lose most by rounding down are rounded up.
+
+    Example:
+        >>> whole_percents({"q_rms": 0.335, "k_rms": 0.335, "rest": 0.33})
+        {'q_rms': 34, 'k_rms': 33, 'rest': 33}
+    """
+    rounded = {name: math.floor(100 * share) for name, share in shares.items()}
+    lost = sorted(shares, key=lambda name: 100 * shares[name] - rounded[name], reverse=True)
+    for name in lost[: round(100 * sum(shares.values())) - sum(rounded.values())]:
+        rounded[name] += 1
+    return rounded

@@ -158,9 +158,8 @@ class AttentionProbe:
     @property
     def skipped(self) -> Mapping[str, str]:
         """Attention that is not measured, with the reason."""
-        own = {**self._refused, **self._unseen, **self._collector.skipped}
         if self._of_all_ranks is None:
-            return own
+            return {**self._refused, **self._unseen, **self._collector.skipped}
         measured = self._of_all_ranks.statistics
         unseen = {name: reason for name, reason in self._unseen.items() if name not in measured}  # here, but elsewhere
         return {**self._of_all_ranks.skipped, **self._refused, **unseen, **self._collector.skipped}
@@ -293,6 +292,7 @@ class AttentionProbe:
                     skipped={**self._refused, **self._collector.skipped},
                     notes=self.notes,
                     losses=losses,
+                    failure=self._collector.failure,
                 )
             except Exception as error:
                 seen = Seen(failure=f"{type(error).__name__}: {error}")

@@ -265,8 +265,15 @@ class RankReduction:
 
 
 def _merge_order(names: list[str], others: list[str]) -> None:
-    """Insert what a rank has and `names` lacks behind what comes before it on that rank: both are in forward order."""
-    place = 0
+    """Insert what a rank has and `names` lacks where it stands on that rank: both are in the order of the forward pass.
+
+    Example:
+        >>> names = ["a", "d"]
+        >>> _merge_order(names, ["b", "c", "d", "e"])
+        >>> names
+        ['a', 'b', 'c', 'd', 'e']
+    """
+    place = next((names.index(name) for name in others if name in names), len(names))  # in front of what follows it
     for name in others:
         if name in names:
             place = names.index(name) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -98,6 +99,28 @@ def of_changing_size(rank: int) -> list[Any]:
 
 def test_a_layer_is_back_when_the_ranks_agree_on_its_heads_again() -> None:
     assert run_ranks(of_changing_size, 2) == [[["a"], [], [], ["a"], ["a"]]] * 2
+
+
+def blinded(rank: int) -> list[Any]:
+    """Watching breaks on rank 1 in the second step: what it did not see is not what it did not run."""
+    torch.manual_seed(3)
+    model, ranks = SelfAttention(), RankReduction()
+    probe = AttentionProbe(model)
+    found: list[Any] = []
+    for step in range(3):
+        with probe:
+            model(torch.randn(2, 5, 4, requires_grad=True)).sum().backward()
+            if rank == 1 and step == 1:
+                probe._collector.broken(ValueError("lost track"))
+        with suppress(RankError):
+            found.append("lost")
+            found[-1] = list(probe.compute(ranks=ranks))
+        probe.reset()
+    return found
+
+
+def test_a_rank_that_lost_track_loses_the_record_of_all() -> None:
+    assert run_ranks(blinded, 2) == [[["SelfAttention"], "lost", ["SelfAttention"]]] * 2
 
 
 class SelfAttention(nn.Module):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from attn_monitor.diagnosis import SAFE_SCALE
-from attn_monitor.growth import GROWN, REST, SPREAD, growth, ratio
+from attn_monitor.growth import GROWN, REST, SPREAD, growth, ratio, whole_percents
 
 _MATTERS = 1.1
 _VISIBLE = 0.005
 """A rest nearer to 1 than this shows as 1 in three digits."""
-_LABELS = {REST: "bias, softcap and row offsets"}
 
 
 def growth_in_words(before: Mapping[str, float], now: Mapping[str, float], *, sick: bool) -> list[str]:
@@ -35,25 +34,15 @@ def growth_in_words(before: Mapping[str, float], now: Mapping[str, float], *, si
 
 
 def _factors(known: Mapping[str, float], total: float) -> list[str]:
-    """Return the factors of a growth, the largest first, and as `other` what none of them accounts for."""
-    shown = {name: by for name, by in known.items() if not 1 / _MATTERS < by < _MATTERS}
-    if total < GROWN or not shown:
+    """Return the factors of a growth, the largest first, and last, as the rest, what none of them accounts for."""
+    shown = {name: by for name, by in known.items() if name != REST and not 1 / _MATTERS < by < _MATTERS}
+    if total < GROWN or not (shown or not 1 / _MATTERS < known.get(REST, 1.0) < _MATTERS):
         return []
-    parts = sorted(shown.items(), key=lambda part: -part[1])
-    other = total / math.prod(shown.values())
-    if abs(other - 1) > _VISIBLE:
-        parts.append(("other", other))
-    shares = _whole_percents([math.log(by) / math.log(total) for _, by in parts])
+    parts = dict(sorted(shown.items(), key=lambda part: -part[1]))
+    rest = total / math.prod(shown.values())
+    if abs(rest - 1) > _VISIBLE:
+        parts[REST] = rest
+    shares = whole_percents({name: math.log(by) / math.log(total) for name, by in parts.items()})
     return [
-        f"{_LABELS.get(name, name)} {by:.3g}x ({share} %{', shrank' if by < 1 / _MATTERS else ''})"
-        for (name, by), share in zip(parts, shares, strict=True)
+        f"{name} {by:.3g}x ({shares[name]} %{', shrank' if by < 1 / _MATTERS else ''})" for name, by in parts.items()
     ]
-
-
-def _whole_percents(shares: Sequence[float]) -> list[int]:
-    """Round shares so that they still add up: those with the largest remainders are rounded up."""
-    percents = [math.floor(100 * share) for share in shares]
-    missing = round(100 * sum(shares)) - sum(percents)
-    for index in sorted(range(len(shares)), key=lambda index: percents[index] - 100 * shares[index])[:missing]:
-        percents[index] += 1
-    return percents
