@@ -140,7 +140,6 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
             mitigation=mitigation,
         )
         self.stages = check_stages(stages)
-        self._losses = 0
         self._state_key = self._generate_state_key(
             modules=describe(self.modules),
             statistics=sorted(self.statistics),
@@ -170,7 +169,6 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
     @guarded(again=True)
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the choice of modules, and start afresh for another model."""
-        self._losses = 0
         self._start_fit(LightningLoop(trainer), pl_module)
 
     @guarded(again=True)
@@ -183,7 +181,7 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
         """Note by what Lightning multiplied the loss of this backward pass."""
         if self._pooling(TRAIN):
             self._loss_factor = loss_factor(trainer, pl_module)
-            self._losses += pl_module.automatic_optimization
+            self._observers[TRAIN].losses += pl_module.automatic_optimization
 
     @guarded()
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,8 +211,7 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
         self._end_batch(TRAIN, loop)
         if accumulating(trainer):
             return
-        losses, self._losses = max(self._losses, 1), 0
-        self._finish_step(loop, pl_module, losses)
+        self._finish_step(loop, pl_module)
 
     @guarded()
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -260,10 +257,6 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
         self._finish_stage(stage, LightningLoop(trainer), pl_module)
 
     # -- details ----------------------------------------------------------------------------------------------------
-
-    def _discard(self) -> None:
-        self._losses = 0
-        super()._discard()
 
     def _end_run(self) -> None:
         for name in ("log", "log_dict"):  # the model's, which Lightning hangs on every callback

@@ -115,6 +115,11 @@ class FlightRecorder:
         self.began, self.wants_next = None, False
         self._running = self.size > 0
 
+    def begin_step(self) -> None:
+        """Let go of the gradients of an observed step that did not end."""
+        self._norms.clear()
+        self._rates.clear()
+
     def keep_loss(self, step: int, loss: object, *, batches: int = 1, copied: bool = False) -> None:
         """Keep the loss of a batch, without looking at it.
 

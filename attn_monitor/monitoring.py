@@ -19,6 +19,7 @@ from attn_monitor.capture.selection import checked_selection
 from attn_monitor.catalog import GRADIENTS, HEADLINE, resolve_statistics
 from attn_monitor.events import AttentionWarning, SaturationEvent
 from attn_monitor.flight_recorder import FlightRecorder
+from attn_monitor.history import history_from, history_state
 from attn_monitor.judge import Judge, Judgement
 from attn_monitor.loop import Loop
 from attn_monitor.notices import Notices, surviving
@@ -123,12 +124,13 @@ class Monitoring(ObservedStages):
         return self._judge.tracker.events
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the events and what is remembered of each head, as plain values and tensors."""
+        """Return the events, the history and what is remembered of each head, as plain values and tensors."""
         try:
             return {
                 **self._judge.state_dict(),
                 "cadence": self._cadence.state_dict(),
                 "flight": self.flight_recorder.state_dict(),
+                "history": history_state(self.history),
             }
         except Exception as error:  # the checkpoint of the user's model is worth more
             self._notices.add(f"the checkpoint holds nothing of the monitor: {type(error).__name__}: {error}")
@@ -149,6 +151,13 @@ class Monitoring(ObservedStages):
             self.flight_recorder.load_state_dict(state_dict.get("flight", {}))
         except Exception as error:
             self._notices.add(f"the flight record in the checkpoint is ignored: {error}")
+        try:
+            history = history_from(state_dict["history"]) if "history" in state_dict else []
+        except Exception as error:
+            self._notices.add(f"the history in the checkpoint is ignored: {error}")
+        else:
+            self.history.clear()
+            self.history.extend(history)
 
     # -- a fit ------------------------------------------------------------------------------------------------------
 
@@ -181,20 +190,22 @@ class Monitoring(ObservedStages):
             return
         every = interval if self.every_n_steps is None else self.every_n_steps
         if self._cadence.due(loop.step, every):
+            if not self._pooling(TRAIN):
+                self._loss_factor = 1.0
+                self.flight_recorder.begin_step()
             self._begin_batch(TRAIN, loop)
             if self._clipper is not None:
                 self._clipper.begin(model)
 
-    def _finish_step(self, loop: Loop, model: nn.Module, losses: int) -> None:
+    def _finish_step(self, loop: Loop, model: nn.Module) -> None:
         """Make the record of an optimizer step that was observed, judge it, show it, and act on it.
 
         Args:
             loop: The loop.
             model: The model.
-            losses: Over how many losses of this process the step takes the mean.
         """
         step = loop.step
-        record = self._observers[TRAIN].collect(losses=losses)  # the ranks meet here
+        record = self._observers[TRAIN].collect()  # the ranks meet here
         judgement, near = Judgement(), self._cadence.near
         with surviving(self._notices.add, f"making the record of step {step}"):
             judgement = self._shown_record(loop, model, step, record)

@@ -24,6 +24,7 @@ class Observer:
     Attributes:
         probe: The probe.
         pooling: Whether batches were observed that are not collected yet.
+        losses: Over how many losses of this process the observed step takes the mean, so far; 0 counts as one.
         records: How many records were collected.
         skipped: What the last record had to leave out, and why.
         notes: What to know about the last record.
@@ -35,6 +36,7 @@ class Observer:
         self.probe = probe
         self.ranks = ranks
         self.pooling = False
+        self.losses = 0
         self.records = 0
         self.skipped: Mapping[str, str] = {}
         self.notes: Mapping[str, str] = {}
@@ -44,6 +46,8 @@ class Observer:
 
     def begin(self) -> None:
         """Observe from here on."""
+        if not self.pooling:  # a step that failed anywhere must not count in this one
+            self.losses = 0
         self.pooling = True
         with self._surviving("attaching to the model"):
             self.probe.attach(methods=(self._method,) if self._method else ())
@@ -53,16 +57,13 @@ class Observer:
         with self._surviving("detaching from the model"):
             self.probe.detach()
 
-    def collect(self, losses: int = 1) -> Mapping[str, AttentionStatistics] | None:
+    def collect(self) -> Mapping[str, AttentionStatistics] | None:
         """Return the pooled statistics and start afresh; `None` after an error, of any process.
 
         With several processes all of them have to ask for the same records.
-
-        Args:
-            losses: Over how many losses of this process the optimizer step takes the mean.
         """
         statistics: Mapping[str, AttentionStatistics] = {}
-        failure = self._failure
+        failure, losses = self._failure, max(self.losses, 1)
         with self._surviving("computing the statistics"), torch.inference_mode(False):
             if self.ranks is None:
                 statistics = self.probe.compute(losses=losses)

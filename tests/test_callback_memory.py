@@ -69,7 +69,7 @@ def test_the_memory_of_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None
         quiet(callbacks=[second], max_epochs=4).fit(Scripted(ratios), loader(1), ckpt_path=path)
     assert not [w for w in caught if "newly saturated" in str(w.message)]
     assert second.events == first.events
-    assert [step for step, _ in second.history] == [2, 3]
+    assert [step for step, _ in second.history] == [0, 1, 2, 3]
 
 
 def test_states_that_do_not_fit_are_ignored_with_a_warning() -> None:

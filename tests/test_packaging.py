@@ -144,6 +144,7 @@ ROOMS = {
         "publishing",
         "notices",
         "response",
+        "history",
         "flight_recorder",
         "flight_memory",
         "gradient_norms",

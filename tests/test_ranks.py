@@ -173,6 +173,22 @@ def test_all_ranks_have_the_same_record_after_one_collective() -> None:
     assert collectives == [agreeing, {"all_gather": 1}, {"all_gather": 1}, {"all_gather": 1}]
 
 
+def collectives_of(rank: int, layers: int, heads: int) -> list[int]:
+    """Return how many collectives two records take."""
+    ranks, found = RankReduction(), []
+    sums = {f"layers.{layer}": sums_of(logits(heads, rank + layer)) for layer in range(layers)}
+    for _ in range(2):
+        with counted() as calls:
+            ranks.reduce(Seen(sums=sums))
+        found.append(sum(calls.values()))
+    return found
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (3, 17), (23, 5)])
+def test_the_number_of_collectives_is_the_same_for_any_number_of_layers_and_heads(layers: int, heads: int) -> None:
+    assert run_ranks(collectives_of, 2, layers, heads) == [[3, 1]] * 2
+
+
 def sums_of(logits: Tensor) -> Any:
     return attention_sums(AttentionCall(logits=logits, head_dim=4), frozenset({"logit_max", "logit_mean"}))
 

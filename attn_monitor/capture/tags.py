@@ -134,24 +134,34 @@ class TagStore:
     def __init__(self, report: Callable[[str], None]) -> None:
         self.report = report
         # By identity, and without the wrappers of WeakTensorKeyDictionary: this is asked for every tensor there is.
-        self._tags: dict[int, tuple[weakref.ref[Tensor], Tag]] = {}
-        tags = self._tags
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            assert isinstance(reference, _Reference)
-            tags.pop(reference.key, None)
-
-        self._forget = forget
+        self._tags: dict[int, tuple[_Reference, Tag]] = {}
+        # Python drops what a callback of a weak reference raises, a Ctrl-C above all: none of its lines may be ours.
+        self._dead: list[weakref.ref[Tensor]] = []
+        self._died = self._dead.append
 
     def __contains__(self, tensor: Tensor) -> bool:
+        if self._dead:
+            self._forget_dead()
         return id(tensor) in self._tags
 
     def clear(self) -> None:
         """Forget every tensor."""
         self._tags.clear()
+        self._dead.clear()
+
+    def _forget_dead(self) -> None:
+        """Drop the tags of dead tensors, before another that lies at the same address takes them for its own."""
+        while self._dead:
+            reference = self._dead.pop()
+            assert isinstance(reference, _Reference)
+            entry = self._tags.get(reference.key)
+            if entry is not None and entry[0] is reference:
+                del self._tags[reference.key]  # which may be the end of further tensors
 
     def get(self, tensor: object) -> Tag | None:
         """Return the tag of a tensor; a parameter is a weight without one."""
+        if self._dead:
+            self._forget_dead()
         if (entry := self._tags.get(id(tensor))) is not None:
             return entry[1]
         if isinstance(tensor, Tensor) and _is_parameter(tensor):
@@ -160,6 +170,8 @@ class TagStore:
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is a weight."""
+        if self._dead:
+            self._forget_dead()
         entry = self._tags.get(id(tensor))
         return entry[1].kind == "weight" if entry is not None else _is_parameter(tensor)
 
@@ -170,6 +182,8 @@ class TagStore:
 
     def any_known(self, values: Iterable[Any]) -> bool:
         """Tell whether anything is known about one of the tensors among arguments."""
+        if self._dead:
+            self._forget_dead()
         for value in values:
             if isinstance(value, (list, tuple)):
                 if self.any_known(value):
@@ -192,8 +206,10 @@ class TagStore:
         """Set or, with `None`, remove the tag of a tensor."""
         if not isinstance(tensor, Tensor):
             return
+        if self._dead:
+            self._forget_dead()
         if tag is not None:
-            reference = _Reference(tensor, self._forget)
+            reference = _Reference(tensor, self._died)
             reference.key = key = id(tensor)
             self._tags[key] = (reference, tag)
         else:

@@ -109,7 +109,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         if self._pooling(TRAIN):
             loop = self._loop(control)
             self._end_batch(TRAIN, loop)
-            self._finish_step(loop, model, losses=1)
+            self._finish_step(loop, model)
 
     @guarded()
     def on_log(

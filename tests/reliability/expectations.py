@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from attn_monitor import AttentionMonitor
+from attn_monitor.flight_records import Observation
 from tests.reliability.trials import (
     STEPS,
     Records,
@@ -53,13 +55,28 @@ def alone() -> Trial:
     return attempt(subject(), [])
 
 
+def _numbers(one: Observation) -> dict[str, Any]:
+    """Return what was observed; where a gradient lies in memory shows in the last digit of its norm."""
+    rates = {f"rate {index}": rate for index, group in enumerate(one.learning_rates) for rate in group}
+    return {"loss": one.loss, "norm": one.grad_norm, **rates, **one.layer_grad_norms}
+
+
 @cache
-def undisturbed() -> Records:
-    """Return the records of the training in which nothing goes wrong."""
+def _undisturbed() -> AttentionMonitor:
     monitor = watching()
     attempt(subject(), [monitor])
     assert sorted(records(monitor)) == list(range(STEPS))
-    return records(monitor)
+    return monitor
+
+
+def undisturbed() -> Records:
+    """Return the records of the training in which nothing goes wrong."""
+    return records(_undisturbed())
+
+
+def undisturbed_flight() -> Sequence[Observation]:
+    """Return what the flight recorder keeps of it."""
+    return list(_undisturbed().flight_recorder.memory.observations)
 
 
 def right(monitor: AttentionMonitor, *, but: Collection[int] = (), first: int = 0, last: int = STEPS) -> None:
@@ -67,6 +84,10 @@ def right(monitor: AttentionMonitor, *, but: Collection[int] = (), first: int = 
     wanted = {step: record for step, record in undisturbed().items() if step not in but and first <= step < last}
     found = {step: record for step, record in records(monitor).items() if step not in but}
     assert same_records(found, wanted), f"{sorted(found)} and {sorted(wanted)}, or their numbers differ"
+    flight = {one.step: one for one in undisturbed_flight()}
+    for one in monitor.flight_recorder.memory.observations:
+        if one.step in wanted:
+            assert _numbers(one) == pytest.approx(_numbers(flight[one.step]), rel=1e-6)
 
 
 def survives(
