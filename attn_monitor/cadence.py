@@ -44,6 +44,11 @@ class Cadence:
             self._decided = step, self._decide(step, every)
         return self._decided[1]
 
+    def give_up(self) -> None:
+        """Leave the rest of this step alone: what is left of its batches is not the step."""
+        if self._decided is not None:
+            self._decided = self._decided[0], False
+
     def start(self) -> None:
         """Begin a fit: its first step is observed."""
         self._first = None

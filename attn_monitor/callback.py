@@ -174,6 +174,7 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
     @guarded(again=True)
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Observe this batch if its optimizer step is one to log."""
+        self._loss_factor = 1.0
         self._begin_step(LightningLoop(trainer), pl_module, log_interval(trainer))
 
     @guarded()
@@ -200,16 +201,15 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
     ) -> None:
         """Leave the model alone again; after the last batch of the optimizer step make the record."""
         loop = LightningLoop(trainer)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        # Under automatic optimization it is a copy, which Lightning divided by the number of batches.
-        automatic = pl_module.automatic_optimization
-        self.flight_recorder.keep_loss(
-            loop.step, loss, batches=trainer.accumulate_grad_batches if automatic else 1, copied=automatic
-        )
-        if not self._pooling(TRAIN):
-            return
-        self._end_batch(TRAIN, loop)
-        if accumulating(trainer):
+        with self._meeting("on_train_batch_end"):
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            # Under automatic optimization it is a copy, which Lightning divided by the number of batches.
+            automatic = pl_module.automatic_optimization
+            self.flight_recorder.keep_loss(
+                loop.step, loss, batches=trainer.accumulate_grad_batches if automatic else 1, copied=automatic
+            )
+            self._end_batch(TRAIN, loop)
+        if not self._pooling(TRAIN) or accumulating(trainer):
             return
         self._finish_step(loop, pl_module)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -191,11 +191,24 @@ class Monitoring(ObservedStages):
         every = interval if self.every_n_steps is None else self.every_n_steps
         if self._cadence.due(loop.step, every):
             if not self._pooling(TRAIN):
-                self._loss_factor = 1.0
                 self.flight_recorder.begin_step()
             self._begin_batch(TRAIN, loop)
             if self._clipper is not None:
                 self._clipper.begin(model)
+
+    @contextmanager
+    def _meeting(self, name: str) -> Iterator[None]:
+        """Survive an error on the way to the record, for which the other processes wait in any case.
+
+        Args:
+            name: Of the hook.
+        """
+        try:
+            yield
+        except AttentionWarning:  # where warnings are errors
+            raise
+        except Exception as error:
+            self._hook_failed(name, error)
 
     def _finish_step(self, loop: Loop, model: nn.Module) -> None:
         """Make the record of an optimizer step that was observed, judge it, show it, and act on it.
@@ -304,6 +317,8 @@ class Monitoring(ObservedStages):
         for observer in self._observers.values():
             with suppress(Exception):
                 observer.fail(told)
+                if not observer.pooling:  # where processes meet it stays, and the record is lost as a whole
+                    self._cadence.give_up()
 
     def _end_run(self) -> None:
         self._discard()

@@ -108,8 +108,10 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         """Leave the model alone again and make the record."""
         if self._pooling(TRAIN):
             loop = self._loop(control)
-            self._end_batch(TRAIN, loop)
-            self._finish_step(loop, model)
+            with self._meeting("on_step_end"):
+                self._end_batch(TRAIN, loop)
+            if self._pooling(TRAIN):
+                self._finish_step(loop, model)
 
     @guarded()
     def on_log(

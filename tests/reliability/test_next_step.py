@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from pytorch_lightning.callbacks import Callback
 
 from attn_monitor import AttentionMonitor
 from tests.models import LIGHTNING_ADVICE
-from tests.reliability.expectations import FAULTY, right, survives, watching
+from tests.reliability.expectations import FAULTY, right, subject, survives, watching
 from tests.reliability.sweeps import Sweep
-from tests.reliability.trials import records
+from tests.reliability.trials import attempt, records
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -27,3 +29,25 @@ def test_numbers_after_a_step_whose_hook_raised(name: str) -> None:
     assert f"{name} failed: ValueError: on purpose" in text
     assert FAULTY not in records(monitor)
     right(monitor, but=[FAULTY])
+
+
+def test_a_part_of_a_step_is_no_record() -> None:
+    batches: list[int] = []
+
+    class Counting(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            batches.append(batch_idx)
+
+    real = AttentionMonitor._end_batch
+
+    def fails(monitor: AttentionMonitor, *args: Any) -> None:
+        if batches[-1] == 2:  # the first of the two batches of step 1
+            raise ValueError("on purpose")
+        real(monitor, *args)
+
+    monitor = watching()
+    with patch.object(AttentionMonitor, "_end_batch", fails):
+        trial = attempt(subject(), [Counting(), monitor], steps=6, accumulate_grad_batches=2)
+    assert trial.error == ""
+    assert [step for step, _ in monitor.history] == [0, 2]
+    assert {statistics.calls for _, record in monitor.history for statistics in record.values()} == {2}

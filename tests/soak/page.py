@@ -13,6 +13,7 @@ SHOWN = {
     "rss": "resident memory, MiB",
     "seconds": "median step, ms",
     "tensors": "tensors alive",
+    "objects": "objects that Python's garbage collector follows",
     "files": "open files",
     "tags": "scalar tags",
     "history": "records in `history`",

@@ -28,7 +28,7 @@ def test_five_hundred_steps_leave_nothing_more_than_the_history_holds(tmp_path: 
     assert last.files <= first.files
     assert last.threads <= first.threads
     assert last.tensors <= first.tensors + 8
-    assert last.objects <= first.objects + 1000
+    assert last.objects <= first.objects + 50  # over 200 steps: not one a step
     assert last.rss <= first.rss + 8
     assert last.events >= 1
     assert set(found.tags) >= {"scalars", "tensors", "images"}
