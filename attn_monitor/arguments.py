@@ -28,7 +28,34 @@ def attention_call(
     enable_gqa: bool = False,
     softcap: float | None = None,
 ) -> AttentionCall:
-    """Return the checked call that `attention_statistics` measures; same arguments, same errors."""
+    """Return the checked call that `attention_statistics` measures; same arguments, same errors.
+
+    Args:
+        query: [B, H, Q, D]; without B for a single batch item, in key and value alike.
+        key: [B, H, K, D], or [B, G, K, D] with `enable_gqa`.
+        value: [B, H, K, V], or [B, G, K, V] with `enable_gqa`.
+        attn_mask: Broadcastable to [B, H, Q, K]. Of a bool mask True is allowed; a float mask is added to the logits.
+        is_causal: Query i sees the keys 0..i.
+        scale: A number, a 0-dim tensor or one value per head [H]; D^(-1/2) for `None`.
+        enable_gqa: Let several query heads share a key head.
+        softcap: The limit c of c * tanh(x / c).
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762; for the softcap Gemma 2 2024, arXiv 2408.00118.
+
+    Returns:
+        The call, with tensors that are detached and not copied.
+
+    Raises:
+        TypeError: If an input is not a floating-point tensor, the mask neither bool nor float, or the scale no number.
+        ValueError: If shapes or devices do not fit, or a number is out of range.
+
+    Example:
+        >>> import torch
+        >>> from attn_monitor.arguments import attention_call
+        >>> call = attention_call(torch.ones(2, 6, 5, 16), torch.ones(2, 3, 7, 16), enable_gqa=True)
+        >>> call.shape, call.scale
+        (CallShape(batch=2, heads=6, queries=5, keys=7), 0.25)
+    """
     _check_floating(query=query, key=key)
     if query.ndim == key.ndim == 3 and (value is None or value.ndim == 3):
         query, key, value = query[None], key[None], None if value is None else value[None]

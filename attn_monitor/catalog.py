@@ -23,6 +23,11 @@ class Statistic:
         low: The smallest possible value, `None` if unbounded.
         high: The largest possible value as text (it may depend on the number of keys), empty if unbounded.
         worse: The direction that is worse, `None` if neither is.
+
+    Example:
+        >>> from attn_monitor.catalog import STATISTICS
+        >>> STATISTICS["entropy"].unit, STATISTICS["entropy"].high, STATISTICS["entropy"].worse
+        ('nats', 'ln K', 'down')
     """
 
     name: str

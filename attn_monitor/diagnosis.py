@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from attn_monitor.events import of_float16
 from attn_monitor.growth import GROWN, PRODUCT, REST, SPREAD, Growth, grown_factors, growth, whole_percents
 
 FACTORS = (*PRODUCT, "qk_std", "logit_row_std", "logit_max")
@@ -16,6 +17,8 @@ SAFE_SCALE = (0.8, 1.2)
 """Where the literature finds scale * sqrt(d_k) harmless."""
 SINK = 0.5
 """A head that has more of its probability than this on the first key, or on a learned sink, rests on a sink."""
+_CAUSE = "likely cause: "
+_VECTORS = {"q_rms": "query", "k_rms": "key"}
 _NEAR = 0.1
 _MATTERS = 0.05
 """Where only one factor has a larger share of a growth than this, there are no shares to tell."""
@@ -28,10 +31,13 @@ SCALE = "restore the scale 1/sqrt(d_k)"
 LEARNED_SCALE = "bound the learned scale, or lower its learning rate"
 TEMPERATURE = "bound the temperature or scale, or lower its learning rate; normalise the vectors that it multiplies"
 RESTING = "nothing while the loss is fine, heads that rest on a sink are normal"
-PRECISION = "QK-norm or a logit softcap; until then keep the logits and the softmax in float32"
+FLOAT32 = "until then keep the logits and the softmax in float32"
+PRECISION = f"QK-norm or a logit softcap; {FLOAT32}"
 INITIAL = "check the initialisation, or the checkpoint that was loaded"
 INITIAL_TEMPERATURE = "check the temperature or scale, or the checkpoint that was loaded"
-BROKEN = "look at the inputs and the step before; keep the logits and the softmax in float32"
+BROKEN = "look at the layer's input, its query/key weights and the gradient norm of the step before"
+UNKNOWN = "look at the inputs and the step before; keep the logits and the softmax in float32"
+SINGLE = "look at this batch, and at the mask or bias that is added to the logits"
 _REMEDIES = {"scale_ratio": LEARNED_SCALE, "q_rms": NORMS, "k_rms": NORMS, "alignment": DIRECTIONS, REST: ADDED}
 _LABELS = {
     "scale_ratio": "the scale",
@@ -100,8 +106,43 @@ def diagnose(
     if sink_mass is not None and sink_mass > SINK:
         clauses.append(f"the head rests on a sink, the first key has {sink_mass:.0%} of its probability")
         remedies.insert(0, RESTING)
-    cause = f"likely cause: {', and '.join(clauses)}" if clauses else ""
+    cause = f"{_CAUSE}{', and '.join(clauses)}" if clauses else ""
     return Diagnosis(cause=cause, remedy=remedies[0] if remedies else "", shares=shares)
+
+
+def diagnose_overflow(found: Diagnosis) -> Diagnosis:
+    """Return what helps against logits near the end of float16, whatever makes them as large as that.
+
+    Args:
+        found: Why they are large.
+    """
+    if not found.cause:
+        return Diagnosis(remedy=PRECISION)
+    return Diagnosis(cause=found.cause, remedy=f"{found.remedy}; {FLOAT32}", shares=found.shares)
+
+
+def diagnose_nonfinite(lost: Mapping[str, float], now: Mapping[str, float], reach: float | None) -> Diagnosis:
+    """Return why a head has logits that are nan or inf, as far as something that was measured tells.
+
+    What grew before that says nothing of it, and nor does the scale.
+
+    Args:
+        lost: The head's factors that were measured and are nan or inf.
+        now: Those that are finite.
+        reach: Its largest finite logit over the largest float16 number; `None` if that is far from 1, or unknown.
+    """
+    if broken := [noun for name, noun in _VECTORS.items() if math.isnan(lost.get(name, 0.0))]:
+        return Diagnosis(cause=f"{_CAUSE}every {' and every '.join(broken)} of the head is nan or inf", remedy=BROKEN)
+    if infinite := [name for name in _VECTORS if math.isinf(lost.get(name, 0.0))]:
+        are = "is" if len(infinite) == 1 else "are"
+        return Diagnosis(cause=f"{_CAUSE}an overflow, {' and '.join(infinite)} {are} inf", remedy=PRECISION)
+    if reach is not None:
+        text = f"an overflow, the finite logits reach {of_float16(reach)} the largest float16 number"
+        return Diagnosis(cause=f"{_CAUSE}{text}", remedy=PRECISION)
+    if all(name in now for name in _VECTORS):
+        text = "single tokens, the mask or the bias, as other queries and keys of the head are finite"
+        return Diagnosis(cause=f"{_CAUSE}{text}", remedy=SINGLE)
+    return Diagnosis(remedy=UNKNOWN)
 
 
 def explain(now: Mapping[str, float], first: Mapping[str, float], *, since: int, head_dim: int | None) -> str:

@@ -33,7 +33,19 @@ _HEADINGS: Mapping[Topic, tuple[str, str]] = {
 
 
 class AttentionWarning(UserWarning):
-    """Every warning of attn_monitor, so that one filter can choose them."""
+    """Every warning of attn_monitor, so that one filter can choose them.
+
+    Example:
+        >>> import warnings
+        >>> from attn_monitor import AttentionWarning
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("ignore")
+        ...     warnings.simplefilter("always", AttentionWarning)
+        ...     warnings.warn("2 heads are newly saturated", AttentionWarning)
+        ...     warnings.warn("of someone else")
+        >>> [str(warning.message) for warning in told]
+        ['2 heads are newly saturated']
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,19 @@ class SaturationEvent:
         k_rms: Root mean square of the key entries.
         alignment: How far queries and keys point along the same few directions, 1 for independent ones.
         logit_max: The largest logit.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, for the scale.
+
+    Example:
+        >>> from attn_monitor import SaturationEvent
+        >>> event = SaturationEvent(
+        ...     step=40, layer="layers.0.attn", head=3, statistic="logit_row_std", value=6.0, head_dim=64, ratio=0.75,
+        ...     threshold=0.5, severity="warning",
+        ... )
+        >>> print(event)
+        step 40: head 3 of layers.0.attn is saturated, logit_row_std 6 is 0.75 x sqrt(d_k=64) (limit 0.5)
+        >>> event.kind, event.topic, event.latest
+        ('saturated', 'saturated', 40)
     """
 
     step: int
@@ -108,7 +133,7 @@ class SaturationEvent:
 
     @property
     def latest(self) -> int:
-        """The step that the numbers are from."""
+        """The step that the numbers are from, in the unit of `step`."""
         return self.step if self.critical_step is None else self.critical_step
 
     @property
@@ -134,7 +159,7 @@ class SaturationEvent:
             noun = "logit that is" if self.value == 1 else "logits that are"
             return f"has {self.value:.0f} allowed {noun} nan or inf"
         if self.statistic == OVERFLOW:
-            return f"has a logit of {self.value:.3g}, {self.ratio:.0%} of the largest float16 number, 65504"
+            return f"has a logit of {self.value:.3g}, {of_float16(self.ratio)} the largest float16 number, 65504"
         if self.statistic == COLLAPSE:
             return f"passes {self.value:.1%} of the gradient of uniform attention (jacobian_trace)"
         if self.statistic == "critical_ratio":
@@ -143,6 +168,16 @@ class SaturationEvent:
             f"is saturated, {self.statistic} {self.value:.3g} is {self.ratio:.3g} x sqrt(d_k={self.head_dim}) "
             f"(limit {self.threshold:g})"
         )
+
+
+def of_float16(ratio: float) -> str:
+    """Return how large a logit is beside the largest float16 number.
+
+    Example:
+        >>> of_float16(0.623), of_float16(1.99)
+        ('62% of', '1.99 times')
+    """
+    return f"{ratio:.0%} of" if round(ratio, 2) <= 1 else f"{ratio:.3g} times"
 
 
 def by_topic(events: Sequence[SaturationEvent]) -> dict[Topic, list[SaturationEvent]]:
@@ -192,6 +227,16 @@ class AttentionSaturationError(RuntimeError):
 
     Attributes:
         events: The critical events, empty on a rank that has none of its own.
+
+    Example:
+        >>> from attn_monitor import AttentionMonitor, AttentionSaturationError
+        >>> monitor = AttentionMonitor(on_saturation="raise")
+        >>> try:  # around `trainer.fit(...)`
+        ...     raise AttentionSaturationError(monitor.events)
+        ... except AttentionSaturationError as error:
+        ...     print(error)
+        attention is critically saturated
+          the events were found by another rank
     """
 
     def __init__(self, events: Sequence[SaturationEvent]) -> None:

@@ -56,8 +56,11 @@ def attention_statistics(
             estimates, and `logit_max` and `logit_min` are `None`.
         statistics: The names that are wanted, `None` for all. Statistics of gradients are `None` in any case.
 
+    Source: Vaswani et al. 2017, arXiv 1706.03762; for the softcap Gemma 2 2024, arXiv 2408.00118; for each statistic
+    its page in docs/statistics.
+
     Returns:
-        The statistics, each a tensor [H] on the CPU.
+        The statistics, each a tensor [H] on the CPU, in nats where `STATISTICS` names that unit and a pure number else.
 
     Raises:
         TypeError: If an input is not a floating-point tensor, or the mask neither bool nor float.
@@ -113,7 +116,7 @@ def softmax_statistics(
         statistics: The names that are wanted, `None` for all.
 
     Returns:
-        The statistics, each a tensor [H] on the CPU.
+        The statistics, each a tensor [H] on the CPU, in nats where `STATISTICS` names that unit and a pure number else.
 
     Raises:
         TypeError: If `logits` is not a floating-point tensor, or the mask neither bool nor float.

@@ -34,6 +34,15 @@ class InspectedAttention:
         calls: How often it was called.
         note: What to know about its numbers.
         skipped: Why it is not measured; empty if it is.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, for the scale.
+
+    Example:
+        >>> import torch
+        >>> from attn_monitor import inspect_attention
+        >>> [found] = inspect_attention(torch.nn.TransformerDecoderLayer(8, 2).self_attn, *torch.ones(3, 5, 1, 8))
+        >>> found.kind, found.scale_ratio, found.keys, found.calls
+        ('MultiheadAttention', (1.0, 1.0), 5, 1)
     """
 
     name: str

@@ -71,11 +71,12 @@ def where_it_began(
     if broken and (len(broken) < total or total == 1):
         layer, head = broken[0]
         heads = statistics[layer].heads
+        # Which of them it is, cannot be looked up: by the time a record is read the optimizer has made all weights nan.
         beside = sum(name == layer for name, _ in broken) == heads > 1
+        alike = f", as in all {heads} of its heads: look at the layer's input and its query/key weights"
         text = (
             f"{start}; in the order of the forward pass it begins in head {head} of {layer}"
-            f"{f', as in all {heads} of its heads: what enters the layer is nan or inf' if beside else ''}"
-            f"{_later(step, seen_at)}"
+            f"{alike if beside else ''}{_later(step, seen_at)}"
         )
         return Beginning(step=step, loss=loss, seen_at=seen_at, basis="logits", layer=layer, head=head, text=text)
     if broken:

@@ -181,7 +181,11 @@ class AttentionProbe:
         return dict(self._collector.paths)
 
     def owner(self, record: str) -> nn.Module | None:
-        """Return the module a record belongs to; `None` for what the user showed."""
+        """Return the module a record belongs to; `None` for what the user showed.
+
+        Args:
+            record: The name of the record.
+        """
         return self._placement.owners.get(record.partition("@")[0].partition("#")[0])
 
     def show_calls(self, to: Callable[[str | None, AttentionCall], None] | None) -> None:
@@ -193,7 +197,11 @@ class AttentionProbe:
         self._collector.on_call = to
 
     def check_modules(self) -> None:
-        """Raise `ValueError` if the selection of modules matches none of the model's."""
+        """Check that the selection of modules matches some of the model's.
+
+        Raises:
+            ValueError: If it matches none.
+        """
         select_modules(self._modules, canonical_names(self._model))
 
     def attach(self, methods: Iterable[str] = ()) -> None:
@@ -258,6 +266,9 @@ class AttentionProbe:
                 `ranks` times ranks.
             ranks: Pools what all processes saw; every one of them has to call this. `None` for what this one saw.
 
+        Returns:
+            The statistics by record, each a tensor [H] on the CPU, in the units of `catalog.STATISTICS`.
+
         Raises:
             RankError: With `ranks`, on every process, if one of them failed.
         """
@@ -277,6 +288,9 @@ class AttentionProbe:
             ranks: Pools what all processes saw.
             losses: Over how many losses of this process the mean is taken.
             failure: What went wrong here, empty if nothing did. The others are told of it instead of waiting.
+
+        Returns:
+            The statistics by record, each a tensor [H] on the CPU, in the units of `catalog.STATISTICS`.
 
         Raises:
             RankError: On every process, if one of them failed.

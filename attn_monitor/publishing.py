@@ -114,43 +114,59 @@ class Publisher:
                 append_records(loop.loggers, note_records(step, notes), f"{self._prefix}{NOTES_FILE}")
         self._observations += 1
         pictures: dict[str, Picture] = {}
+        problems: list[str] = []
         with surviving(self._report, "making the tables of heads"):
             snapshot = self._rows.take(step, statistics, self._rule)
             due = changed or picture_due(self._observations)
             if due:
                 pictures = self._drawn(loop, snapshot)
             if any(_is_tensorboard(logger) for logger in loop.loggers):
-                self._tell(
-                    self._dashboard.prepare(
-                        snapshot,
-                        changes,
-                        saturated_heads=saturated,
-                        pictures=pictures if due else None,
-                        curves=len(tags),
-                        lost=lost,
-                        notes=notes,
-                    )
+                problems = self._dashboard.prepare(
+                    snapshot,
+                    changes,
+                    saturated_heads=saturated,
+                    pictures=pictures if due else None,
+                    curves=len(tags),
+                    lost=lost,
+                    notes=notes,
                 )
         experiments: list[object] = []
+        slow: dict[str, str] = {}
         named = _named(loop.loggers)
         for name, logger in named.items():
             experiments.append(None)
             with surviving(self._report, f"writing to {name}"):
-                if not self._written_at_once(logger, tags, step):
-                    log_scalars(logger, tags, step)
+                slow |= self._write_scalars(name, logger, tags, step)
                 experiments[-1] = getattr(logger, "experiment", None)
         with surviving(self._report, "writing to TensorBoard"):
-            self._tell(self._dashboard.send(experiments, tags))
+            problems += self._dashboard.send(experiments, tags)
+        self._tell(problems)
+        for name, error in slow.items():
+            if not any(error in problem for problem in problems):  # one cause needs one text
+                self._report(f"writing to {name} in one piece failed: {error}; it gets value by value, which is slower")
         self._log_pictures(loop, pictures, step)
         for name, logger in named.items() if changed or notes else ():
             with surviving(self._report, f"flushing {name}"):
                 logger.save()  # the last points before a crash are the ones that matter
 
-    def _written_at_once(self, logger: Any, tags: Mapping[str, float], step: int) -> bool:
-        try:
-            return self._dashboard.write_scalars(logger, tags, step)
-        except Exception:
-            return False  # the logger's own way is slower, and tells what is wrong if it fails too
+    def _write_scalars(self, name: str, logger: Any, tags: Mapping[str, float], step: int) -> dict[str, str]:
+        """Write scalars at once where that can be done, else the logger's own way, which is slower.
+
+        Returns:
+            What failed of the first where the second worked, by the name of the logger. That is not tried again.
+        """
+        failed: dict[str, str] = {}
+        at_once = f"{name} at once"
+        if at_once not in self._broken:
+            try:
+                if self._dashboard.write_scalars(logger, tags, step):
+                    return {}
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+        log_scalars(logger, tags, step)  # raises if something is wrong with the logger itself
+        if failed:
+            self._broken.add(at_once)
+        return failed
 
     def _tell(self, problems: Sequence[str]) -> None:
         for problem in problems:

@@ -25,7 +25,16 @@ _NEWS, _FAILED, _LOSSES = range(3)
 
 
 class RankError(RuntimeError):
-    """A record is lost on every rank, since one could not make its part of it."""
+    """A record is lost on every rank, since one could not make its part of it.
+
+    Example:
+        >>> from attn_monitor import RankError
+        >>> try:  # around `probe.compute(ranks=ranks)`: training can go on without this record
+        ...     raise RankError("this record is lost on every rank, one failed (rank 1: out of memory)")
+        ... except RankError as error:
+        ...     print(error)
+        this record is lost on every rank, one failed (rank 1: out of memory)
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +93,19 @@ class RankReduction:
         RuntimeError: If there is no process group.
 
     Example:
-        In a loop of one's own under DDP, on every rank, `ranks = RankReduction()` once, then
-        `statistics = probe.compute(ranks=ranks)` for each observed step.
+        In a loop of one's own under DDP, on every rank; here there is one only.
+
+        >>> import torch
+        >>> from torch import distributed
+        >>> from attn_monitor import AttentionProbe, RankReduction
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> ranks = RankReduction()  # once
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> with AttentionProbe(model) as probe:
+        ...     _ = model(torch.randn(3, 5, 16))
+        >>> probe.compute(ranks=ranks)["self_attn"].rows.tolist()  # 3 x 5 for each head, of every rank together
+        [15.0, 15.0]
+        >>> distributed.destroy_process_group()
     """
 
     def __init__(
@@ -133,7 +153,11 @@ class RankReduction:
             raise RankError(f"there are no more records, the processes lost each other: {self._broken}") from error
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Tell of each flag whether it is up on any rank, by one `all_reduce`; every rank has to ask."""
+        """Tell of each flag whether it is up on any rank, by one `all_reduce`; every rank has to ask.
+
+        Args:
+            *flags: The flags as they are here, in the same order on every rank.
+        """
         if self._broken:
             return tuple(flags)
         raised = torch.tensor(flags, dtype=torch.float32, device=self._device)
@@ -146,7 +170,11 @@ class RankReduction:
         return tuple(bool(flag) for flag in raised.tolist())
 
     def all(self, flag: bool) -> bool:
-        """Tell whether a flag is up on every rank, by one `all_reduce`; every rank has to ask."""
+        """Tell whether a flag is up on every rank, by one `all_reduce`; every rank has to ask.
+
+        Args:
+            flag: The flag as it is here.
+        """
         return not self.any(not flag)[0]
 
     def _reduce(self, seen: Seen, statistics: Iterable[str] | None) -> Record:

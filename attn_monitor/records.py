@@ -102,6 +102,17 @@ class AttentionStatistics:
         approximate: Names of statistics that are estimates.
         standard_error: How far the estimates from sampled rows are off, one standard deviation each, [H], by name;
             from this sample alone, so rough where it is small. Empty where all rows were looked at.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, for the scale; for each statistic its page in docs/statistics.
+
+    Example:
+        >>> import torch
+        >>> from attn_monitor.functional import attention_statistics
+        >>> stats = attention_statistics(torch.ones(1, 2, 5, 16), torch.ones(1, 2, 7, 16))
+        >>> stats.heads, stats.keys, stats.scale.tolist(), stats.scale_ratio.tolist()
+        (2, 7, [0.25, 0.25], [1.0, 1.0])
+        >>> stats.logit_max.tolist(), stats.grad_logits_norm  # no backward pass: not measured
+        ([4.0, 4.0], None)
     """
 
     logit_mean: Tensor | None = None
@@ -157,13 +168,20 @@ class AttentionStatistics:
         return torch.stack(known).amax(0) / FLOAT16_MAX if known else None
 
     def only(self, names: Collection[str]) -> AttentionStatistics:
-        """Return the record without the statistics that are not named."""
+        """Return the record without the statistics that are not named.
+
+        Args:
+            names: The statistics that stay.
+
+        Returns:
+            The record, whose other statistics are `None`; those that stay are the same tensors [H], in the same units.
+        """
         others = (name for name in STATISTICS if name not in names)
         gone: dict[str, Any] = {name: None for name in others if getattr(self, name) is not None}
         errors = {name: error for name, error in self.standard_error.items() if name in names}
         return replace(self, **gone, standard_error=errors) if gone else self
 
     def measured(self) -> dict[str, Tensor]:
-        """Return the per-head tensors that were measured, by field name."""
+        """Return the tensors that were measured, [H] each and in the units of `catalog.STATISTICS`, by field name."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -41,6 +41,9 @@ class SaturationRule:
         overrides: Other thresholds for some layers, `{pattern: threshold}`: a pattern is the name of a layer or a glob
             over the names, and the first one that matches counts.
 
+    Source: Vaswani et al. 2017, arXiv 1706.03762, for sqrt(d_k); for `critical_ratio` Derrida 1981, Phys. Rev. B 24,
+    2613. Where the limits come from is in docs/thresholds.md.
+
     Raises:
         ValueError: If an argument is out of its range.
         TypeError: If an argument has the wrong type.
@@ -78,7 +81,11 @@ class SaturationRule:
         return f"SaturationRule({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def of(self, layer: str) -> SaturationRule:
-        """Return the rule for a layer: this one, or one with the threshold of the first pattern that fits."""
+        """Return the rule for a layer: this one, or one with the threshold of the first pattern that fits.
+
+        Args:
+            layer: The name of the layer.
+        """
         for pattern, threshold in self.overrides.items():
             if matches(pattern, layer):
                 return _OverriddenRule(**{**vars(self), "threshold": threshold, "overrides": {}})
@@ -90,11 +97,19 @@ class SaturationRule:
         return frozenset({"critical_ratio" if self.relative_to == "critical" else self.statistic, "critical_ratio"})
 
     def measure(self, stats: AttentionStatistics) -> str:
-        """Return the name of the statistic that decides for this layer."""
+        """Return the name of the statistic that decides for this layer.
+
+        Args:
+            stats: The record of the layer.
+        """
         return "critical_ratio" if self._by_critical(stats) else self.statistic
 
     def limit(self, stats: AttentionStatistics) -> float:
-        """Return the limit of the ratio that applies to this layer."""
+        """Return the limit of the ratio that applies to this layer.
+
+        Args:
+            stats: The record of the layer.
+        """
         if self.relative_to == "sqrt_dk" and self._by_critical(stats):
             return _DEFAULT_THRESHOLD["critical"]  # `threshold` was meant for the other ratio
         return self.default_limit
@@ -105,7 +120,11 @@ class SaturationRule:
         return _DEFAULT_THRESHOLD[self.relative_to] if self.threshold is None else float(self.threshold)
 
     def ratio(self, stats: AttentionStatistics) -> Tensor:
-        """Return the saturation ratio of every head, [H], nan where it was not measured."""
+        """Return the saturation ratio of every head, [H], nan where it was not measured.
+
+        Args:
+            stats: The record of the layer.
+        """
         spread: Tensor | None = getattr(stats, self.measure(stats))
         if spread is None:
             return torch.full((stats.heads,), math.nan, device="cpu")

@@ -65,7 +65,7 @@ def _blocked(statistics: Mapping[str, AttentionStatistics]) -> dict[str, str]:
         return {}
     reason = (
         f"only {_percent_below(mean)}% of the gradient of uniform attention gets through{_heads(every)} "
-        f"(mean jacobian_trace, limit {COLLAPSED:.0%}); {HARMLESS}"
+        f"(mean jacobian_trace, limit {COLLAPSED:.0%}){_harmless(statistics)}"
     )
     return {layer: reason for layer, found in traces.items() if found and sum(found) / len(found) < COLLAPSED}
 
@@ -78,7 +78,7 @@ def _saturated_caps(statistics: Mapping[str, AttentionStatistics]) -> dict[str, 
         return {}
     reason = (
         f"the softcap is saturated, scale * q.k spreads {every[len(every) // 2]:.3g} times as far as the logits after "
-        f"it (median qk_std / logit_std, limit {CAPPED:g}); {HARMLESS}"
+        f"it (median qk_std / logit_std, limit {CAPPED:g}){_harmless(statistics)}"
     )
     return {layer: reason for layer, found in squeezed.items() if found and max(found) > CAPPED}
 
@@ -98,6 +98,19 @@ def _squeezed(stats: AttentionStatistics) -> list[float]:
         return []
     found: list[float] = (stats.qk_std / stats.logit_std).tolist()
     return [times for times in found if math.isfinite(times)]
+
+
+def _harmless(statistics: Mapping[str, AttentionStatistics]) -> str:
+    """Return what may be said for sharp attention; nothing where a logit or the spread of a head is not finite."""
+    broken = any(bool(stats.nonfinite.any()) or _overflows(stats) for stats in statistics.values())
+    return "" if broken else f"; {HARMLESS}"
+
+
+def _overflows(stats: AttentionStatistics) -> bool:
+    """Tell whether a head with rows has a spread that is not finite."""
+    if stats.logit_row_std is None or stats.jacobian_trace is None:
+        return False
+    return bool((stats.jacobian_trace.isfinite() & ~stats.logit_row_std.isfinite()).any())
 
 
 def _percent_below(mean: float) -> int:

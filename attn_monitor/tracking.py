@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attn_monitor.diagnosis import BROKEN, FACTORS, PRECISION, SINK, Diagnosis, diagnose
+from attn_monitor.diagnosis import FACTORS, SINK, Diagnosis, diagnose, diagnose_nonfinite, diagnose_overflow
 from attn_monitor.events import COLLAPSE, NONFINITE, OVERFLOW, Kind, SaturationEvent
 from attn_monitor.records import FLOAT16_MAX, AttentionStatistics
 from attn_monitor.saturation import SaturationRule
@@ -57,6 +57,8 @@ class _Reading:
     trace: float
     sink_mass: float
     factors: dict[str, float]
+    lost: dict[str, float]
+    """Factors that were measured and are not finite."""
 
 
 class SaturationTracker:
@@ -298,11 +300,7 @@ def _ratio(kind: Kind, reading: _Reading) -> float:
 
 def _explained(head: _Head, reading: _Reading, kind: Kind) -> dict[str, Any]:
     """Return the fields of an event that say why."""
-    found = diagnose(
-        reading.factors, head.baseline, since=head.since, head_dim=reading.head_dim, sink_mass=reading.sink_mass
-    )
-    if kind != "saturated":
-        found = Diagnosis(cause=found.cause, remedy=BROKEN if kind == "nonfinite" else PRECISION, shares=found.shares)
+    found = _diagnosis(head, reading, kind)
     return {
         "cause": found.cause,
         "remedy": found.remedy,
@@ -310,6 +308,15 @@ def _explained(head: _Head, reading: _Reading, kind: Kind) -> dict[str, Any]:
         "baseline_step": head.since,
         **{name: reading.factors.get(name) for name in _EVENT_FACTORS},
     }
+
+
+def _diagnosis(head: _Head, reading: _Reading, kind: Kind) -> Diagnosis:
+    if kind == "nonfinite":
+        reach = reading.overflow if reading.overflow >= OVERFLOW_AHEAD else None
+        return diagnose_nonfinite(reading.lost, reading.factors, reach)
+    sink_mass = reading.sink_mass if kind == "saturated" else None  # resting is no excuse for an overflow
+    found = diagnose(reading.factors, head.baseline, since=head.since, head_dim=reading.head_dim, sink_mass=sink_mass)
+    return found if kind == "saturated" else diagnose_overflow(found)
 
 
 def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading]:
@@ -320,6 +327,7 @@ def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading
     known = [factor for factor in FACTORS if factor in measured]
     ratios, limit = rule.ratio(stats).tolist(), rule.limit(stats)
     overflow = missing if stats.overflow_ratio is None else stats.overflow_ratio.tolist()
+    factors = [{factor: measured[factor][index] for factor in known} for index in range(stats.heads)]
     return [
         _Reading(
             statistic=name,
@@ -331,7 +339,8 @@ def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading
             overflow=overflow[index] if math.isfinite(overflow[index]) else math.nan,
             trace=measured.get("jacobian_trace", missing)[index],
             sink_mass=measured.get("sink_mass", missing)[index],
-            factors={factor: measured[factor][index] for factor in known if math.isfinite(measured[factor][index])},
+            factors={factor: value for factor, value in factors[index].items() if math.isfinite(value)},
+            lost={factor: value for factor, value in factors[index].items() if not math.isfinite(value)},
         )
         for index in range(stats.heads)
     ]

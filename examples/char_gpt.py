@@ -1,5 +1,6 @@
 """A small character-level GPT under `AttentionMonitor`: once collapsing, once healthy.
 
+    pip install '.[examples]'    # from a checkout
     python examples/char_gpt.py                        # both runs, side by side
     python examples/char_gpt.py --lr 1e-2 --qk-norm    # one run of your own
 

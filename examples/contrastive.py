@@ -1,5 +1,6 @@
 """A contrastive loss with a learned temperature under `AttentionMonitor`: once running away, once kept in bounds.
 
+    pip install '.[examples]'    # from a checkout
     python examples/contrastive.py                              # both runs, side by side
     python examples/contrastive.py --lr 3e-3 --limit 100        # one run of your own
 

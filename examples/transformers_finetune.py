@@ -1,5 +1,6 @@
 """A model of transformers in a plain LightningModule, watched without a change to it.
 
+    pip install transformers
     python examples/transformers_finetune.py
 
 The weights are random, from a config, so nothing is downloaded. The task is to tell whether token 0 is in a sequence.

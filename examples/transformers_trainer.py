@@ -1,5 +1,6 @@
 """A model of transformers fine-tuned by transformers' own Trainer, with the monitor as one more callback.
 
+    pip install transformers accelerate
     python examples/transformers_trainer.py
 
 The weights are random, from a config, so nothing is downloaded. The task is to tell whether token 0 is in a sequence.

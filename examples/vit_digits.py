@@ -1,5 +1,6 @@
 """A small vision transformer on scikit-learn's handwritten digits, with Lightning: the monitor is one callback.
 
+    pip install '.[examples]'    # from a checkout
     python examples/vit_digits.py
 
 Validation is observed too: its statistics are logged as `val_attn_...`.

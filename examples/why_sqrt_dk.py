@@ -1,5 +1,6 @@
 """Why attention divides by sqrt(d_k), as an experiment: products, softmax, and trainings that choose differently.
 
+    pip install '.[examples]'    # from a checkout
     python examples/why_sqrt_dk.py                          # all of it, tables and pictures
     python examples/why_sqrt_dk.py --lr 1e-3 --seeds 3      # where the choices hardly matter, and how much is chance
 

@@ -81,9 +81,12 @@ def test_a_flight_record_lists_little_and_not_what_was_said() -> None:
     record = make_flight(diagnosis=diagnosis)
     lines = summarize_flight(Flight("run", record)).splitlines()
     assert lines[2:7] == [*(f"  {line}" for line in diagnosis[:4]), "  and 19 lines more in the file"]
-    said = "\n".join(f"  first event: {line}; likely cause" for line in diagnosis[:21])
-    lines = summarize_flight(Flight("run", record), said=said).splitlines()
-    assert lines[2:5] == [f"  {diagnosis[21]}", f"  {diagnosis[22]}", ""]
+    told = [f"  first event: {line}; likely cause" for line in diagnosis]
+    lines = summarize_flight(Flight("run", record), said="\n".join(told)).splitlines()
+    assert lines[2:4] == ["  what was found stands above", ""]
+    # The worst head is the first event of the run, and opens the section all the same.
+    lines = summarize_flight(Flight("run", record), said="\n".join(told[:21])).splitlines()
+    assert lines[2:6] == [f"  {line}" for line in diagnosis[:4]]
 
 
 def test_a_head_that_only_turned_nan_did_not_grow() -> None:

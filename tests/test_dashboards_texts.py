@@ -123,6 +123,28 @@ def test_records_have_null_for_what_is_not_finite() -> None:
     assert (record["statistic"], record["value"], record["ratio"], record["state"]) == ("nonfinite", 25, None, "opened")
 
 
+def test_the_summary_of_the_first_record_says_of_nothing_that_it_grew() -> None:
+    rows, growth = Rows(), Growth()
+    first = {"b": make_record(2, logit_row_std=[0.8, 6.0], q_rms=[1.0, 3.0])}
+    shot = rows.take(10, first, RULE)
+    growth.take(shot)
+    assert summary_page(shot, growth, 1).splitlines() == [
+        "**step 10: 1 of 2 heads saturated**, in 1 layer. The worst heads:",
+        "",
+        "| layer | head | limit | saturation_ratio | q_rms |",
+        "| --- | --- | --- | --- | --- |",
+        "| b | 1 | 0.5 | 0.75 | 3 |",
+        "| b | 0 | 0.5 | 0.1 | 1 |",
+    ]
+    broken = rows.take(10, {"b": make_record(2, logit_row_std=[0.8, 6.0], nonfinite=[3, 0])}, RULE)
+    assert summary_page(broken, growth, 1).splitlines()[2:] == [
+        "| layer | head | limit | saturation_ratio | q_rms | what |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| b | 0 | 0.5 | 0.1 | - | nan or inf logits |",
+        "| b | 1 | 0.5 | 0.75 | - |  |",
+    ]
+
+
 def test_the_summary_names_the_worst_heads_and_what_grew() -> None:
     rows, growth = Rows(), Growth()
     first = {

@@ -18,9 +18,9 @@ import pytest
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 import attn_monitor
-from attn_monitor import AttentionMonitor, QKClip
+from attn_monitor import AttentionMonitor, QKClip, diagnosis
 from attn_monitor.catalog import HEADLINE, STATISTICS
-from tests.docs_pages import debugging, metrics, statistics, thresholds
+from tests.docs_pages import debugging, events, metrics, statistics, thresholds
 from tests.docs_pages.blocks import DOCS, ROOT, filled
 from tests.docs_pages.metrics import ALWAYS, CHOSEN, CLIPPED, DEFAULT, LAYER, SAMPLED, Metric
 from tests.docs_pages.runs import COMMANDS
@@ -51,6 +51,14 @@ def tags(rows: list[Metric], *when: str) -> set[str]:
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
     assert metrics.PAGE.read_text(encoding="utf-8") == metrics.page(), AGAIN
+
+
+def test_the_remedies_are_those_of_the_events() -> None:
+    assert events.PAGE.read_text(encoding="utf-8") == events.written(), AGAIN
+    told = " ".join(helps for _, helps, _ in events.CAUSES)
+    parts = {"FLOAT32", "SLOWER"}  # parts of others
+    texts = {name for name, value in vars(diagnosis).items() if re.match("[A-Z]", name) and isinstance(value, str)}
+    assert {name for name in texts - parts if getattr(diagnosis, name) not in told} == {"SPREAD"}  # a factor
 
 
 def test_the_limits_are_those_of_the_code() -> None:

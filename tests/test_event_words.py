@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from attn_monitor.diagnosis import INITIAL, LEARNED_SCALE, NORMS, SCALE, SLOWER, diagnose
+from attn_monitor.diagnosis import (
+    BROKEN,
+    INITIAL,
+    LEARNED_SCALE,
+    NORMS,
+    PRECISION,
+    SCALE,
+    SINGLE,
+    SLOWER,
+    UNKNOWN,
+    diagnose,
+)
 from attn_monitor.events import SaturationEvent
 from attn_monitor.forecast import Forecast
+from attn_monitor.functional import attention_statistics
 from attn_monitor.judge import Judge
 from attn_monitor.notices import Notices
 from attn_monitor.saturation import SaturationRule
@@ -135,6 +150,106 @@ def test_shares_that_are_told_add_up_to_100(by: list[float]) -> None:
     told = [int(share) for share in re.findall(r"(-?\d+)%", cause)]
     assert not told or sum(told) == 100
     assert 0 not in told
+
+
+def nonfinite_events(query: Tensor, key: Tensor, **options: Any) -> list[SaturationEvent]:
+    """Return the events of nan and inf logits after a healthy record of two heads."""
+    generator = torch.Generator().manual_seed(1)
+    tracker = SaturationTracker(SaturationRule())
+    healthy = torch.randn(2, 2, 2, 11, 13, generator=generator)
+    tracker.update(0, {"a": attention_statistics(*healthy)})
+    changes = tracker.update(7, {"a": attention_statistics(query, key, **options)})
+    return [event for event in changes.opened if event.kind == "nonfinite"]
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "cause", "remedy"),
+    [
+        (math.nan, 1.0, "every query of the head is nan or inf", BROKEN),
+        (1.0, math.inf, "every key of the head is nan or inf", BROKEN),
+        (math.nan, math.nan, "every query and every key of the head is nan or inf", BROKEN),
+        (1e20, 1e20, "an overflow, q_rms and k_rms are inf", PRECISION),
+    ],
+)
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_logits_that_are_nan_are_told_by_what_was_measured_of_them(
+    query: float, key: float, cause: str, remedy: str, scale: float | None
+) -> None:
+    q, k = torch.randn(2, 2, 2, 11, 13, generator=torch.Generator().manual_seed(3))
+    q[:, 1], k[:, 1] = query * q[:, 1], key * k[:, 1]
+    (event,) = nonfinite_events(q, k, scale=scale)
+    assert (event.head, event.cause, event.remedy) == (1, f"likely cause: {cause}", remedy)
+    assert event.shares == {}
+
+
+@pytest.mark.parametrize("where", ["token", "mask"])
+def test_nan_in_a_token_or_the_mask_is_no_matter_of_the_scale(where: str) -> None:
+    q, k = torch.randn(2, 2, 2, 11, 13, generator=torch.Generator().manual_seed(3))
+    mask = torch.zeros(11, 11)
+    if where == "token":
+        q[0, :, 5] = math.nan
+    else:
+        mask[3, 4] = math.nan
+    events = nonfinite_events(q, 9 * k, attn_mask=mask, scale=1.0)  # the scale is missing, and k_rms has grown
+    assert [event.explanation for event in events] == [
+        "likely cause: single tokens, the mask or the bias, as other queries and keys of the head are finite; "
+        f"what helps: {SINGLE}"
+    ] * 2
+
+
+def test_logits_beside_nan_that_are_near_the_end_of_float16_speak_of_an_overflow() -> None:
+    tracker = SaturationTracker(SaturationRule())
+    values: dict[str, Any] = {name: [value] for name, value in FIRST.items()}
+    tracker.update(0, {"a": make_record(1, **values)})
+    now = tracker.update(1, {"a": make_record(1, **{**values, "logit_max": [52000.0]}, nonfinite=[4])}).opened
+    assert [event.kind for event in now] == ["nonfinite", "overflow"]
+    assert now[0].explanation == (
+        "likely cause: an overflow, the finite logits reach 79% of the largest float16 number; what helps: " + PRECISION
+    )
+    unknown = tracker.update(2, {"b": make_record(1, head_dim=None, nonfinite=[4])}).opened
+    assert [event.explanation for event in unknown] == [f"what helps: {UNKNOWN}"]
+
+
+def test_what_helps_against_an_overflow_is_what_helps_against_its_cause() -> None:
+    tracker = SaturationTracker(SaturationRule(threshold=1e9))
+    values: dict[str, Any] = {name: [value] for name, value in FIRST.items()}
+    tracker.update(0, {"a": make_record(1, **values)})
+    grown = {**values, "q_rms": [5e4], "logit_max": [4e4], "sink_mass": [0.9]}
+    (event,) = tracker.update(1, {"a": make_record(1, **grown)}).opened
+    assert event.explanation == (
+        f"likely cause: q_rms grew 5e+04x since step 0; what helps: {NORMS}; until then keep the logits and the "
+        "softmax in float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "share"), [(32_752.0, "50% of"), (65_000.0, "99% of"), (65_504.0, "100% of"), (130_400.0, "1.99 times")]
+)
+def test_an_overflow_is_told_as_a_share_of_float16_or_as_a_multiple_of_it(value: float, share: str) -> None:
+    for sign in (1, -1):
+        extremes: dict[str, Any] = {"logit_max": [value], "logit_min": [-1.0]}
+        if sign < 0:
+            extremes = {"logit_max": [1.0], "logit_min": [-value]}
+        (event,) = SaturationTracker(SaturationRule()).update(4, {"a": make_record(1, **extremes)}).opened
+        assert str(event).splitlines()[0] == (
+            f"step 4: head 0 of a has a logit of {value:.3g}, {share} the largest float16 number, 65504"
+        )
+
+
+def test_no_harm_is_promised_only_where_all_logits_and_their_spreads_are_finite() -> None:
+    def reasons(**more: Any) -> list[str]:
+        values: dict[str, Any] = {"jacobian_trace": [0.1, 0.2], "logit_row_std": [80.0, 80.0], **more}
+        changes = SaturationTracker(SaturationRule()).update(3, {"a": make_record(**values)})
+        return [event.critical_reason for event in changes.opened if event.kind == "saturated"]
+
+    told = "only 15% of the gradient of uniform attention gets through, on average over the model's 2 heads (mean "
+    told += "jacobian_trace, limit 45%)"
+    assert reasons() == [f"{told}; no harm if the loss still falls"] * 2
+    assert reasons(nonfinite=[0, 3]) == reasons(logit_row_std=[math.inf, 80.0]) == [told] * 2
+    assert reasons(logit_row_std=[80.0, math.nan]) == [told]
+    capped: dict[str, Any] = {"jacobian_trace": [0.9, 0.9], "qk_std": [40.0, 40.0], "logit_std": [1.0, 1.0]}
+    assert [reason.endswith("no harm if the loss still falls") for reason in reasons(**capped)] == [True] * 2
+    assert not any("no harm" in reason for reason in reasons(**capped, nonfinite=[1, 0]))
 
 
 def an_event(head: int, **more: Any) -> SaturationEvent:

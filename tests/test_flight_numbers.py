@@ -187,7 +187,12 @@ def _records(*broken: list[int]) -> dict[str, Any]:
     ("broken", "layer", "head", "words"),
     [
         ([[0, 0], [0, 0, 3], [9, 9]], "layer1", 2, "it begins in head 2 of layer1"),
-        ([[0, 0], [4, 4]], "layer1", 0, "head 0 of layer1, as in all 2 of its heads: what enters the layer is nan or"),
+        (
+            [[0, 0], [4, 4]],
+            "layer1",
+            0,
+            "head 0 of layer1, as in all 2 of its heads: look at the layer's input and its query/key weights",
+        ),
         ([[5]], "layer0", 0, "it begins in head 0 of layer0"),
         ([[5, 5], [5]], "before", 6, "all 3 heads have nan or inf logits, so that the first one cannot be told; the "),
         ([[0, 0], [0]], "before", 6, "all logits of step 11 are finite: it began outside of them, or it was gone by"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Mapping
@@ -80,6 +81,28 @@ def test_the_latest_are_kept_where_there_are_too_many() -> None:
     state = history_state([(step, {"a": one}) for step in range(7)])
     assert [step for step, _ in history_from(state)] == [3, 4, 5, 6]
     assert state["values"].nbytes == MOST_BYTES
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the place of everything within nested dictionaries and lists."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+
+
+@pytest.mark.parametrize("junk", [None, "junk", -1, 10**9, [], {}, math.nan, torch.zeros(3)], ids=repr)
+def test_a_damaged_state_is_refused_or_gives_records(junk: Any) -> None:
+    whole = history_state([(5, {"a": make_record(2, logit_max=[1.0, 2.0])})])
+    for place in places(whole)[1:]:
+        damaged = copy.deepcopy(whole)
+        inner: Any = damaged
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = junk
+        try:
+            found = history_from(damaged)
+        except ValueError:
+            continue
+        assert all(statistics.measured() for _, record in found for statistics in record.values()), place
 
 
 def test_a_resumed_run_has_the_history_of_an_unbroken_one(tmp_path: Path) -> None:

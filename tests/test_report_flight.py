@@ -190,9 +190,68 @@ def test_a_record_without_observations_is_told_of_all_the_same() -> None:
     assert summarize_flight(Flight("run", from_json(to_json(bare)))).splitlines() == [
         "run: flight record of step 7: exception",
         "  KeyError: 'x'",
+        "  nothing was observed; the last losses are 1.5 at step 6",
     ]
     run = as_run(Flight("run", from_json(to_json(bare))))
     assert (run.layers, run.tables, list(run.scalars)) == ([], {}, ["loss"])
+
+
+def one_head(*ratios: float, **more: Any) -> FlightRecord:
+    """Return a record of one head without a diagnosis, observed at steps 10, 20 and so on."""
+    observations = [Observation(step=10 * (index + 1)) for index in range(len(ratios))]
+    tables = {"saturation_ratio": np.array(ratios, np.float32)[:, None]} if ratios else {}
+    options: dict[str, Any] = {"reasons": ["critical event"], "heads": {"a": 1}, "head_dims": {"a": 8}, **more}
+    return from_json(
+        to_json(FlightRecord(step=10 * len(ratios), observations=observations, tables=tables, limit=0.5, **options))
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "brief", "full"),
+    [
+        (
+            one_head(0.7),
+            ["  step 10: largest ratio 0.7, head 0 of a"],
+            ["", "  last observations  largest ratio  of", "  step 10            0.7            head 0 of a"],
+        ),
+        (
+            one_head(0.7, INF, losses=[(10, 2.0), (20, NAN)]),
+            ["  step 20: largest ratio inf, head 0 of a"],
+            [
+                "",
+                "  last observations  largest ratio  of",
+                "  step 10            0.7            head 0 of a",
+                "  step 20            inf            head 0 of a",
+            ],
+        ),
+        (one_head(NAN), ["  step 10: no ratio was measured"], ["  step 10: no ratio was measured"]),
+        (
+            one_head(losses=[(8, 2.0), (9, NAN)]),
+            ["  nothing was observed; the last losses are 2 at step 8, nan at step 9"],
+            ["  nothing was observed; the last losses are 2 at step 8, nan at step 9"],
+        ),
+        (one_head(), ["  nothing was observed"], ["  nothing was observed"]),
+    ],
+    ids=["one observation", "inf", "not measured", "losses only", "nothing"],
+)
+def test_no_section_is_a_heading_alone(record: FlightRecord, brief: list[str], full: list[str]) -> None:
+    heading = f"run: flight record of step {record.step}: critical event"
+    assert summarize_flight(Flight("run", record), brief=True).splitlines() == [heading, *brief]
+    assert summarize_flight(Flight("run", record)).splitlines() == [heading, *full]
+
+
+def test_a_brief_section_names_the_head_of_nan_logits_beside_the_loss() -> None:
+    counts = np.zeros((3, 5), np.float32)
+    counts[2, 3] = 7
+    record = make_flight(began=None)
+    text = summarize_flight(Flight("run", replace(record, tables={**record.tables, "nonfinite": counts})), brief=True)
+    assert text.splitlines()[1:] == ["  step 40: loss nan, logits are nan or inf in head 1 of b.attn"]
+
+
+def test_an_inf_ratio_is_the_worst_of_an_observation() -> None:
+    ratio = np.array([[0.3, INF, NAN, 7.5, 0.7]] * 3, np.float32)
+    text = summarize_flight(Flight("run", make_flight(tables={"saturation_ratio": ratio})))
+    assert [line.split()[-5:] for line in text.splitlines()[-3:]] == [["inf", "head", "1", "of", "a.attn"]] * 3
 
 
 def test_no_line_can_steer_a_terminal() -> None:

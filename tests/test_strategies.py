@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import warnings
@@ -167,19 +168,40 @@ def test_qk_clip_rescales_the_weights_of_all_ranks_alike() -> None:
     assert second["said"] == []
 
 
+class Heated(Uneven):
+    """Saturated on rank 1 alone, and trained slowly enough to stay finite.
+
+    Its batch is that of the step: a loader begins anew in the middle of an epoch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(hot=1, lr=1e-4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([data(self.global_rank, 12)[self.global_step]], batch_idx)
+
+
 def resumed(rank: int, folder: str) -> dict[str, Any]:
     """Train in one go, and in two with a checkpoint between."""
-    whole = outcome(rank, DDPStrategy(), Uneven(hot=1), AttentionMonitor(every_n_steps=2), steps=12)
+    whole = outcome(rank, DDPStrategy(), Heated(), AttentionMonitor(every_n_steps=2), steps=12)
     path = f"{folder}/half.ckpt"
     save = Save(path)
-    outcome(rank, DDPStrategy(), Uneven(hot=1), AttentionMonitor(every_n_steps=2), steps=12, callbacks=[save])
+    outcome(rank, DDPStrategy(), Heated(), AttentionMonitor(every_n_steps=2), steps=12, callbacks=[save])
     os.environ.update(LOCAL_RANK=str(rank))
     monitor = AttentionMonitor(every_n_steps=2)
     trainer = quiet(strategy=DDPStrategy(), devices=WORLD, callbacks=[monitor], use_distributed_sampler=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(Uneven(hot=1), loader_of(rank, 12), ckpt_path=path, weights_only=False)
-    return {"whole": whole["events"], "resumed": [str(event) for event in monitor.events]}
+        trainer.fit(Heated(), loader_of(rank, 12), ckpt_path=path, weights_only=False)
+    critical = [event.critical_step for event in monitor.events if event.critical_step is not None]
+    return {
+        "whole": whole["events"],
+        "resumed": [str(event) for event in monitor.events],
+        "onsets": [event.step for event in monitor.events],
+        "kinds": {event.kind for event in monitor.events},
+        "critical": critical,
+        "losses": whole["losses"],
+    }
 
 
 class Save(pl.Callback):
@@ -196,9 +218,13 @@ class Save(pl.Callback):
 
 def test_a_resumed_run_raises_the_events_of_an_unbroken_one_on_every_rank(tmp_path: Path) -> None:
     found = run_ranks(resumed, WORLD, str(tmp_path))
-    assert found[0] == found[1]
-    assert found[0]["whole"]
-    assert found[0]["resumed"] == found[0]["whole"]
+    first, second = found
+    assert all(math.isfinite(loss) for rank in found for loss in rank.pop("losses"))
+    assert first == second
+    assert first["resumed"] == first["whole"]
+    assert first["kinds"] == {"saturated"}
+    assert set(first["onsets"]) == {0}  # before the checkpoint, and told of once
+    assert min(first["critical"]) > 6  # after it
 
 
 def spawned(method: str, folder: Path) -> Any:

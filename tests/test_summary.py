@@ -51,6 +51,23 @@ def test_a_healthy_run_shows_its_worst_heads_anyway() -> None:
     assert lines[-1] == "  no loss was logged: no scalar of this run has `loss` in its name"
 
 
+def test_a_ratio_that_is_inf_is_the_largest() -> None:
+    run = collapsing()
+    values = run.tables["saturation_ratio"].values.copy()
+    values[:, 1, 0] = [0.1, 0.2, np.inf, 0.3]
+    tables = {**run.tables, "saturation_ratio": Table(run.tables["saturation_ratio"].steps, values)}
+    lines = summarize(replace(run, tables=tables)).splitlines()
+    [table] = [index for index, line in enumerate(lines) if line.startswith("  worst heads")]
+    assert [line.split()[:6] for line in lines[table + 1 : table + 3]] == [
+        ["head", "0", "of", "decoder.0", "inf", "20"],
+        ["head", "2", "of", "decoder.0", "2.4", "30"],
+    ]
+    bare = {"saturation_ratio": Table(run.tables["saturation_ratio"].steps, np.full_like(values, np.inf))}
+    assert "the largest saturation_ratio is inf, head 0 of encoder.0 at step 0" in summarize(
+        replace(run, tables=bare, events=[])
+    )
+
+
 def test_growth_of_a_healthy_head_has_no_cause() -> None:
     text = summarize(replace(collapsing(), threshold=3.0, events=[]))
     assert "head 2 of decoder.0: logit_row_std 1.2 to 19.2, 16x = q_rms 8x (75 %) * alignment 2x (25 %)\n" in text

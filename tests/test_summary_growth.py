@@ -46,6 +46,16 @@ def test_a_missing_scale_is_the_cause_where_nothing_grew() -> None:
     ]
 
 
+def test_a_head_that_is_worst_at_its_first_observation_has_not_grown() -> None:
+    falling: dict[str, Sequence[float]] = {"saturation_ratio": [2.4, 0.3, 0.3, 0.3], "logit_row_std": [19.2, 2, 2, 2]}
+    text = summarize(with_tables(**falling, scale_ratio=[8.0] * 4, q_rms=[7.0] * 4))
+    assert "what grew" not in text
+    assert "1x" not in text.replace("1/sqrt", "")
+    assert text.split("  why, at the largest ratio:\n    ")[1].split("\n\n")[0] == (
+        "head 2 of decoder.0: scale_ratio 8 (usual: 1), from the start; likely cause: the scale 1/sqrt(d_k) is missing"
+    )
+
+
 def test_a_scale_that_grew_is_a_factor_like_any_other() -> None:
     run = with_tables(scale_ratio=[1.0, 1.0, 1.0, 2.0], alignment=[1.2] * 4)
     assert growth_of(run)[0].endswith("16x = q_rms 8x (75 %) * scale_ratio 2x (25 %)")

@@ -92,13 +92,16 @@ def observe_attention(
         query: [B, H, Q, D] or [H, Q, D].
         key: [B, G, K, D] or [G, K, D], G = H unless `enable_gqa`.
         value: [B, G, K, V]; not needed for the statistics.
-        attn_mask: As in `torch.nn.functional.scaled_dot_product_attention`: bool, True is kept; float, added.
+        attn_mask: Broadcastable to [B, H, Q, K], as in `torch.nn.functional.scaled_dot_product_attention`: bool, True
+            is kept; float, added.
         is_causal: Query i sees key j if j <= i.
         scale: Multiplies q.k, 1 / sqrt(D) by default.
         enable_gqa: H may be a multiple of G.
         softcap: Logits are softcap * tanh(scale * q.k / softcap).
         output: What the kernel returned, [B, H, Q, V] or [H, Q, V]. With it, and `value`, the gradients are measured,
             from the gradient that this tensor receives.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762; for the softcap Gemma 2 2024, arXiv 2408.00118.
 
     Example:
         >>> import torch

@@ -13,7 +13,17 @@ from attn_monitor.tensor_parallel import HeadShard
 
 
 class UnmeasurableError(Exception):
-    """Attention that was seen and can't be measured; the message is the reason the user reads."""
+    """Attention that was seen and can't be measured; the message is the reason the user reads.
+
+    Example:
+        >>> from attn_monitor.capture.sighting import UnmeasurableError
+        >>> def read(q, k, v, block_table=None):  # an adapter
+        ...     if block_table is not None:
+        ...         raise UnmeasurableError("keys in pages (block_table) are not read")
+        >>> read(None, None, None, block_table=[0])
+        Traceback (most recent call last):
+        attn_monitor.capture.sighting.UnmeasurableError: keys in pages (block_table) are not read
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

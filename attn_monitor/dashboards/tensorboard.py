@@ -44,6 +44,8 @@ _PAGES = {
     NOTES_TAG: "What was said of the model as a whole, such as a wrong scale, and forecasts.",
     SUMMARY_TAG: "The worst heads, and what grew.",
 }
+_ALL = "but scalars"
+"""What a writer of torch gets no more if it fails."""
 _STOCK_LOGGERS = {"lightning_fabric.loggers.tensorboard", "lightning.fabric.loggers.tensorboard"}
 
 
@@ -168,16 +170,28 @@ class Dashboard:
         """
         prepared, self._prepared = self._prepared, None
         problems: list[str] = []
+        if prepared is None:
+            return problems
         for index, writer in enumerate(experiments):
-            for kind, job in self._jobs(index, writer, prepared, tags).items() if prepared else ():
+            jobs: Mapping[str, Callable[[Any], None]] = {}
+            try:
+                jobs = self._jobs(index, writer, prepared, tags)
+            except Exception as error:
+                problems += self._given_up_for(index, _ALL, error)
+            for kind, job in jobs.items():
                 if (index, kind) in self._broken:
                     continue
                 try:
                     job(writer)
                 except Exception as error:
-                    self._broken.add((index, kind))
-                    problems.append(_problem(kind, error))
+                    problems += self._given_up_for(index, kind, error)
         return problems
+
+    def _given_up_for(self, index: int, kind: str, error: Exception) -> list[str]:
+        """Give up a kind for a writer; return what to tell of it, once."""
+        known = (index, kind) in self._broken
+        self._broken.add((index, kind))
+        return [] if known else [_problem(kind, error)]
 
     def _jobs(
         self, index: int, writer: object, prepared: _Prepared, tags: Iterable[str]
@@ -185,7 +199,7 @@ class Dashboard:
         """Return what there is to write to an experiment, by what is given up if it fails."""
         if is_torch_writer(writer):
             jobs: dict[str, Callable[[Any], None]] = {
-                "but scalars": partial(_send, summaries=prepared.summaries, step=prepared.snapshot.step)
+                _ALL: partial(_send, summaries=prepared.summaries, step=prepared.snapshot.step)
             }
             if self._layout and index not in self._laid_out:
                 jobs["layouts"] = partial(self._write_layout, index=index, tags=tags)

@@ -87,19 +87,23 @@ def summary_page(snapshot: Snapshot, growth: Growth, saturated_heads: int) -> st
     order = np.argsort(-severity, axis=None, kind="stable")[:_WORST]
     places = [(int(row), int(head)) for row, head in zip(*np.unravel_index(order, severity.shape), strict=True)]
     shown = [name for name in _SHOWN if name in snapshot.tables]
+    first = growth.since == snapshot.step  # nothing has grown
+    titles = ["layer", "head", "limit", *shown, "what" if first else "grew most"]
     rows = []
     for row, head in places:
         if severity[row, head] < 0:
             continue
-        grown = growth.of(snapshot, row, head)
+        grown = {} if first else growth.of(snapshot, row, head)
         numbers = [
             _number(float(snapshot.tables[name][row, head])) + (f" (x{grown[name]:.3g})" if name in grown else "")
             for name in shown
         ]
-        grew = "nan or inf logits" if snapshot.broken[row, head] else most_grown(grown)
+        grew = "nan or inf logits" if snapshot.broken[row, head] else "" if first else most_grown(grown)
         rows.append([escape(snapshot.layers[row]), str(head), f"{snapshot.limits[row]:g}", *numbers, grew])
-    text = f"{start}. The worst heads, and in brackets how far each factor has come since step {growth.since}:"
-    return f"{text}\n\n{_table(['layer', 'head', 'limit', *shown, 'grew most'], rows)}"
+    if not any(row[-1] for row in rows):
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    brackets = "" if first else f", and in brackets how far each factor has come since step {growth.since}"
+    return f"{start}. The worst heads{brackets}:\n\n{_table(titles, rows)}"
 
 
 def legend_page(snapshot: Snapshot, names: Iterable[str], curves: int) -> str:

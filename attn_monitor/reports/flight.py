@@ -17,6 +17,8 @@ from attn_monitor.scales import RATIO
 from attn_monitor.views import RunData, Series, Table, run_name, series
 
 _COUNTS = "nonfinite"
+_NONE = "-"
+_BROKEN = "nan or inf"
 _SHOWN = 8
 _MOST_LINES = 12
 _MOST_TOLD = 4
@@ -77,7 +79,7 @@ def summarize_flights(flights: Sequence[Flight], said: Iterable[str] = ()) -> li
 
     Args:
         flights: The records.
-        said: The summaries that stand above them, which are not repeated.
+        said: The summaries that stand above them; a diagnosis that is all in them is not repeated.
     """
     newest, above = newest_flights(flights), "\n".join(said)
     return [summarize_flight(flight, brief=flight not in newest, said=above) for flight in flights]
@@ -88,8 +90,8 @@ def summarize_flight(flight: Flight, *, brief: bool = False, said: str = "") -> 
 
     Args:
         flight: The record.
-        brief: Whether to leave the last two out.
-        said: Text in which the lines of the diagnosis need not stand again.
+        brief: Whether to leave the last two out, but for a line where there is nothing else to say.
+        said: Text that stands above; a diagnosis that is all in it does not stand again.
     """
     record = flight.record
     written = f", written {record.written}" if record.written else ""
@@ -99,53 +101,74 @@ def summarize_flight(flight: Flight, *, brief: bool = False, said: str = "") -> 
     if record.began is not None:
         lines.append(f"  {record.began.text}")
     if brief:
-        return "\n".join(map(printable, lines))
+        nothing_else = len(lines) == 1
+        return "\n".join(map(printable, [*lines, *(_last_of(record) if nothing_else else [])]))
     told = [line for text in record.diagnosis for line in text.splitlines()]
-    new = [line for line in told if printable(line.strip()) not in said]
-    lines += [f"  {line}" for line in new[:_MOST_TOLD]]
-    if len(new) > _MOST_TOLD:
-        lines.append(f"  and {count(new[_MOST_TOLD:], 'line')} more in the file")
-    return "\n".join(map(printable, [*lines, *_last_observations(record)]))
+    if told and all(printable(line.strip()) in said for line in told):
+        lines.append("  what was found stands above")
+    elif told:  # from the worst head on, whatever of it stands above
+        lines += [f"  {line}" for line in told[:_MOST_TOLD]]
+        if len(told) > _MOST_TOLD:
+            lines.append(f"  and {count(told[_MOST_TOLD:], 'line')} more in the file")
+    return "\n".join(map(printable, [*lines, *(_last_observations(record) or _last_of(record))]))
+
+
+def _last_of(record: FlightRecord) -> list[str]:
+    """Return the last observation in a line, or the last losses where nothing was observed."""
+    if record.observations:
+        step, loss, *_, ratio, place = _rows(record)[-1]
+        worst = f"largest ratio {ratio}, {place}" if ratio != _NONE else "no ratio was measured"
+        worst = f"logits are {_BROKEN} in {place}" if ratio == _BROKEN else worst
+        return [f"  {step}: loss {loss}, {worst}" if loss != _NONE else f"  {step}: {worst}"]
+    losses = ", ".join(f"{loss:.3g} at step {step}" for step, loss in record.losses[-_MOST_TOLD:])
+    return [f"  nothing was observed; the last losses are {losses}" if losses else "  nothing was observed"]
 
 
 def _last_observations(record: FlightRecord) -> list[str]:
-    if not record.observations:
+    """Return a table, without the columns that nothing is known of; nothing if that leaves the steps alone."""
+    titles = ["last observations", "loss", "learning rate", "gradient norm", "largest ratio", "of"]
+    rows = _rows(record)
+    known = [index for index in range(len(titles)) if any(row[index] != _NONE for row in rows)]
+    if len(known) < 2:
         return []
+    return ["", *aligned([[printable(row[index]) for index in known] for row in [titles, *rows]])]
+
+
+def _rows(record: FlightRecord) -> list[list[str]]:
+    """Return step, loss, learning rates, gradient norm, largest ratio and its head of the last observations."""
     ratios = dict(zip((one.step for one in record.tabled), record.tables.get(RATIO, ()), strict=False))
     counts = dict(zip((one.step for one in record.tabled), record.tables.get(_COUNTS, ()), strict=False))
-    rows = [["last observations", "loss", "learning rate", "gradient norm", "largest ratio", "of"]]
+    rows = []
     for one in record.observations[-_SHOWN:]:
-        ratio, place = _largest(record, ratios.get(one.step), counts.get(one.step))
         rates = [shown(rate) for rates in one.learning_rates for rate in rates]
         rows.append(
             [
                 f"step {one.step}",
                 _number(one.loss),
-                " ".join(dict.fromkeys(rates)) or "-",
+                " ".join(dict.fromkeys(rates)) or _NONE,
                 _number(one.grad_norm),
-                ratio,
-                place,
+                *_largest(record, ratios.get(one.step), counts.get(one.step)),
             ]
         )
-    return ["", *aligned([list(map(printable, row)) for row in rows])]
+    return rows
 
 
 def _number(value: float | None) -> str:
     """Return a number, where nan is one; a dash is what was not measured."""
-    return "-" if value is None else f"{value:.3g}"
+    return _NONE if value is None else f"{value:.3g}"
 
 
 def _largest(
     record: FlightRecord, ratios: NDArray[np.float32] | None, counts: NDArray[np.float32] | None
 ) -> tuple[str, str]:
-    """Return the largest ratio of an observation and whose it is; nan is larger than any."""
+    """Return the largest ratio of an observation, which may be inf, and whose it is; nan logits are worse than any."""
     if counts is not None and (counts > 0).any():
         broken = np.flatnonzero(counts > 0)
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        return "nan or inf", f"{_place(record, int(broken[0]))}{more}"
-    if ratios is None or not np.isfinite(ratios).any():
-        return "-", "-"
-    column = int(np.nanargmax(np.where(np.isfinite(ratios), ratios, np.nan)))
+        return _BROKEN, f"{_place(record, int(broken[0]))}{more}"
+    if ratios is None or np.isnan(ratios).all():
+        return _NONE, _NONE
+    column = int(np.nanargmax(ratios))
     return shown(float(ratios[column])), _place(record, column)
 
 
@@ -154,7 +177,7 @@ def _place(record: FlightRecord, column: int) -> str:
         if column < heads:
             return f"head {column} of {layer}"
         column -= heads
-    return "-"
+    return _NONE
 
 
 def as_run(flight: Flight) -> RunData:

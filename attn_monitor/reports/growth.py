@@ -14,7 +14,7 @@ _VISIBLE = 0.005
 
 
 def growth_in_words(before: Mapping[str, float], now: Mapping[str, float], *, sick: bool) -> list[str]:
-    """Return what became of logit_row_std, and of a scale that makes it large without growing.
+    """Return what became of logit_row_std, empty if it is what it was, and of a scale that makes it large so.
 
     Args:
         before: The factors of the head at its first observation; missing ones are unknown.
@@ -27,10 +27,12 @@ def growth_in_words(before: Mapping[str, float], now: Mapping[str, float], *, si
     start = f"logit_row_std {before[SPREAD]:.3g} to {now[SPREAD]:.3g}, {found.total:.3g}x"
     factors = _factors(found.factors, found.total)
     parts = [f"{start} = {' * '.join(factors)}" if factors else start]
+    if f"{found.total:.3g}" == "1":  # as at the only observation
+        parts = [""]
     scale, change = now.get("scale_ratio"), ratio(now, before, "scale_ratio")
     if sick and scale is not None and change is not None and abs(scale) > SAFE_SCALE[1] and change < _MATTERS:
         parts.append(f"scale_ratio {scale:.3g} (usual: 1), from the start" if change > 1 / _MATTERS else "")
-    return [part for part in parts if part]
+    return parts[:1] + [part for part in parts[1:] if part]
 
 
 def _factors(known: Mapping[str, float], total: float) -> list[str]:

@@ -82,7 +82,7 @@ def _model_wide(run: ScalarRun) -> list[str]:
         else:
             lines.append("  saturated heads: none at any step")
     ratio = run.scalars.get("attn_monitor/saturation_ratio_max")
-    if ratio is not None and np.isfinite(ratio.values).any():
+    if ratio is not None and not np.isnan(ratio.values).all():
         at = int(np.nanargmax(ratio.values))
         lines.append(
             f"  largest saturation_ratio: {ratio.values[at]:.3g} at step {ratio.steps[at]}, "

@@ -99,7 +99,7 @@ def _largest_ratio(run: RunData) -> str | None:
     if _RATIO not in run.tables:
         return None
     steps, values = run.tables[_RATIO]
-    if not np.isfinite(values).any():
+    if np.isnan(values).all():
         return None
     at, layer, head = (int(part) for part in np.unravel_index(int(np.argmax(_or_below(values))), values.shape))
     return (
@@ -123,7 +123,7 @@ def _worst_heads(run: RunData) -> list[_Head]:
         for flat in np.argsort(-peaks, axis=None, kind="stable"):
             layer, head = (int(part) for part in np.unravel_index(int(flat), peaks.shape))
             over = run.threshold is not None and peaks[layer, head] > run.threshold
-            if math.isfinite(peaks[layer, head]) and (over or not run.events or (layer, head) in allowed):
+            if peaks[layer, head] > -math.inf and (over or not run.events or (layer, head) in allowed):
                 order.append((layer, head))
     return list(dict.fromkeys(order))[:_SHOWN]
 
@@ -193,7 +193,8 @@ def _at(run: RunData, statistic: str, head: _Head, index: int) -> float:
 
 
 def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
-    lines = []
+    lines: list[str] = []
+    some_grew = False
     flagged = {place(event) for event in run.events if event.get("statistic") != "nonfinite"}
     broken = broken_since(run)
     for head in heads:
@@ -204,7 +205,8 @@ def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
         before, now = _factors(run, head, first), _factors(run, head, worst)
         sick = run.threshold is None or ratio > run.threshold or (run.layers[head[0]], head[1]) in flagged
         cause = explain(now, before, since=first, head_dim=run.head_dims[head[0]]) if sick else ""
-        growth, *more = [*growth_in_words(before, now, sick=sick), ""]
+        growth, *more = growth_in_words(before, now, sick=sick) or [""]
+        some_grew = some_grew or growth != ""
         why = "; ".join(part for part in (*more, cause) if part)
         name = f"head {head[1]} of {run.layers[head[0]]}"
         until = f"until nan or inf at step {broken[head]}: " if head in broken else ""
@@ -212,12 +214,13 @@ def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
             lines.append(f"    {name}: {until}{growth or why}")
         if growth and why:
             lines.append(f"      {why}")
-    return ["", "  what grew, from the first observation to the largest ratio:", *lines] if lines else []
+    heading = "what grew, from the first observation to the largest ratio" if some_grew else "why, at the largest ratio"
+    return ["", f"  {heading}:", *lines] if lines else []
 
 
 def _first_step(run: RunData, head: _Head) -> int | None:
     steps, values = run.tables[_RATIO]
-    known = np.flatnonzero(np.isfinite(values[:, head[0], head[1]]))
+    known = np.flatnonzero(~np.isnan(values[:, head[0], head[1]]))
     return int(steps[known[0]]) if len(known) else None
 
 

@@ -308,7 +308,8 @@ def foretold(study: Study) -> str:
 WAYS = """## Reproduce
 
 `make alarms` trains what `.alarms/` does not hold (about half an hour of one core) and writes this page; it takes
-seconds where all is there. `python -m tests.alarms --quick` trains a few tiny models and prints what it found. A record
-in `.alarms/` is named by a hash of its recipe; the losses of the trainings are the same with and without the monitor.
+about a minute where all is there. `python -m tests.alarms --quick` trains a few tiny models and prints what it found. A
+record in `.alarms/` is named by a hash of its recipe; the losses of the trainings are the same with and without the
+monitor.
 The recipes are in `tests/alarms/grids.py` and `tests/alarms/recipes.py`, the criteria in `tests/alarms/criteria.py`.
 """

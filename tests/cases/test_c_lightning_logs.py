@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor
-from attn_monitor.events import AttentionWarning
 from tests.cases.lit import Block, data
-from tests.cases.support import SelfAttention, Thermostat, Trained, fit, serve, tb_tags
+from tests.cases.support import SelfAttention, Thermostat, Trained, fit, serve, tb_tags, value
 from tests.models import LIGHTNING_ADVICE, quiet, read_events
 
 pytestmark = LIGHTNING_ADVICE
 LAYER = "net.attn"
+PREFIXES = {"train": "", "validate": "val_", "test": "test_", "predict": "predict_"}
 
 
 def columns(logger: CSVLogger) -> list[dict[str, str]]:
@@ -35,18 +36,52 @@ def steps_of(logger: CSVLogger, column: str) -> list[int]:
     return [int(row["step"]) for row in columns(logger) if row.get(column)]
 
 
-def test_c01_every_entry_point_logs_where_lightning_allows_no_log(tmp_path: Path) -> None:
+def numbers(logger: CSVLogger, column: str) -> list[float]:
+    return [float(row[column]) for row in columns(logger) if row.get(column)]
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the keys that go through Lightning's `log` and `log_dict`, as they come."""
+    keys: list[str] = []
+
+    def spy(name: str) -> Any:
+        real = getattr(pl.LightningModule, name)
+
+        def noting(self: Any, what: Any, *args: Any, **kwargs: Any) -> Any:
+            keys.extend([what] if isinstance(what, str) else what)
+            return real(self, what, *args, **kwargs)
+
+        return noting
+
+    for name in ("log", "log_dict"):
+        monkeypatch.setattr(pl.LightningModule, name, spy(name))
+    return keys
+
+
+def test_c01_every_entry_point_logs_where_lightning_allows_no_log(tmp_path: Path, logged: list[str]) -> None:
     monitor = AttentionMonitor(stages=("train", "validate", "test", "predict"))
     logger = CSVLogger(tmp_path)
     model = Trained(Block())
     trainer, said = fit(model, monitor, data(4), data(2), logger=logger)
+    means = [float(value(record[LAYER], "logit_std").mean()) for _, record in monitor.history]
+    during = [float(value(monitor.evaluations["validate"][LAYER], "logit_std").mean())]
+    trainer.validate(model, data(3), verbose=False)
     trainer.test(model, data(2), verbose=False)
     trainer.predict(model, data(2))
     quiet(callbacks=[AttentionMonitor()], logger=CSVLogger(tmp_path)).fit(Trained(Block()), data(2))
     assert said == []
-    keys = [f"{prefix}attn_logit_std/{LAYER}" for prefix in ("", "val_", "test_", "predict_")]
-    assert [len(steps_of(logger, key)) for key in keys] == [4, 1, 1, 1]
+    keys = {stage: f"{prefix}attn_logit_std/{LAYER}" for stage, prefix in PREFIXES.items()}
+    assert numbers(logger, keys["train"]) == pytest.approx(means, rel=1e-6)
+    after = [
+        float(value(monitor.evaluations[stage][LAYER], "logit_std").mean()) for stage in PREFIXES if stage != "train"
+    ]
+    found = [number for stage in PREFIXES if stage != "train" for number in numbers(logger, keys[stage])]
+    assert found == pytest.approx([*during, *after], rel=1e-6)
+    assert steps_of(logger, keys["train"]) == [0, 1, 2, 3]
     assert len({tuple(row) for row in columns(logger)}) == 1
+    # Nothing of ours goes through `log`, so that no hook can forbid it and no key can come with other arguments.
+    assert set(logged) == {"train_loss", "val_loss", "test_loss"}
 
 
 class Adversarial(Trained):
@@ -128,17 +163,19 @@ def test_c07_pictures_go_to_tensorboard_wherever_it_stands(tmp_path: Path, first
 
 
 @pytest.mark.parametrize(
-    ("settings", "hints"),
+    ("settings", "hints", "steps"),
     [
-        ({"logger": False}, 1),
-        ({"fast_dev_run": True, "logger": True}, 0),
-        ({"fast_dev_run": True, "logger": "tensorboard"}, 0),
-        ({"overfit_batches": 1, "logger": False}, 1),
-        ({"limit_train_batches": 0, "logger": False}, 1),
+        ({"logger": False}, 1, 3),
+        ({"fast_dev_run": True, "logger": True}, 0, 1),
+        ({"fast_dev_run": True, "logger": "tensorboard"}, 0, 1),
+        ({"overfit_batches": 1, "logger": False}, 1, 1),
+        ({"overfit_batches": 1, "logger": True}, 0, 1),
+        ({"limit_train_batches": 0, "logger": False}, 1, 0),
+        ({"limit_train_batches": 0, "logger": True}, 0, 0),
     ],
 )
 def test_c08_without_a_logger_events_work_and_one_hint_is_enough(
-    tmp_path: Path, settings: dict[str, Any], hints: int
+    tmp_path: Path, settings: dict[str, Any], hints: int, steps: int
 ) -> None:
     if settings.get("logger") == "tensorboard":
         settings = {**settings, "logger": TensorBoardLogger(tmp_path)}
@@ -146,14 +183,18 @@ def test_c08_without_a_logger_events_work_and_one_hint_is_enough(
     net.std = 50.0
     monitor = AttentionMonitor()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AttentionWarning)
-        trainer = quiet(callbacks=[monitor], **settings)
-        trainer.fit(Trained(net), serve(torch.zeros(2, 1)), serve(torch.zeros(2, 1)))
-    said = [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
-    assert sum("logger" in text for text in said) == hints
-    ran = trainer.global_step > 0
-    assert [event.head for event in monitor.events] == ([0, 1] if ran else [])
-    assert bool(monitor.history) == ran
+        warnings.simplefilter("always")
+        trainer = quiet(callbacks=[monitor], default_root_dir=tmp_path, **settings)
+        trainer.fit(Trained(net), serve(torch.zeros(3, 1)), serve(torch.zeros(2, 1)))
+    assert sum("logger" in str(warning.message) for warning in caught) == hints  # whoever says it
+    assert (trainer.global_step, trainer.state.finished) == (steps, True)
+    ratio = 50 * net_ratio(net)
+    assert [(event.step, event.head) for event in monitor.events] == ([(0, 0), (0, 1)] if steps else [])
+    assert max([event.ratio for event in monitor.events], default=ratio) == pytest.approx(ratio, rel=1e-5)
+    assert [step for step, _ in monitor.history] == list(range(steps))
+    spreads = [float(value(record["net"], "logit_row_std").max()) for _, record in monitor.history]
+    assert spreads == pytest.approx([ratio * net.D**0.5] * steps, rel=1e-5)
+    assert (float(trainer.callback_metrics[KEY]) if steps else ratio) == pytest.approx(ratio, rel=1e-5)
 
 
 KEY = "attn_monitor/saturation_ratio_max"

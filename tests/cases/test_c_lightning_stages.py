@@ -14,8 +14,10 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.tuner.tuning import Tuner
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from attn_monitor import AttentionMonitor
 from tests.cases.lit import Block, data
@@ -131,18 +133,95 @@ def test_c11_the_memory_of_two_monitors_resumes_from_a_checkpoint(tmp_path: Path
     ]
     assert again[1].events == []
     assert all("2 AttentionMonitors" in text for text in said)  # the episode goes on, so nothing is news
-    assert [step for step, _ in again[0].history] == [3, 4, 5]
+    assert [step for step, _ in again[0].history] == [0, 1, 2, 3, 4, 5]
 
 
-def test_c13_the_steps_of_a_learning_rate_search_leave_no_trace(tmp_path: Path) -> None:
-    monitor = AttentionMonitor()
-    model = Trained(Block())
-    trainer = quiet(callbacks=[monitor], default_root_dir=tmp_path)
-    Tuner(trainer).lr_find(model, data(20), num_training=10, max_lr=1e3)
-    assert (monitor.events, list(monitor.history)) == ([], [])
+RESTORING = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+"""Lightning's, of every callback with a state that it takes out of the trainer for a search."""
+
+
+class Searched(Trained):
+    """Saturated until `on_train_start` of a callback, which no search calls, makes it healthy."""
+
+    net: Thermostat
+
+    def __init__(self) -> None:
+        super().__init__(Thermostat())
+        self.net.std = 50.0
+        self.batch_size = 1
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return serve(torch.zeros(20, 1), self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return serve(torch.zeros(1, 1))
+
+
+class Healing(pl.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.std = 1.0
+
+
+def find_rate(trainer: Any, model: Searched) -> None:
+    Tuner(trainer).lr_find(model, num_training=10, max_lr=1e3, update_attr=False)
+
+
+def find_batch_size(trainer: Any, model: Searched) -> None:
+    Tuner(trainer).scale_batch_size(model, steps_per_trial=2, init_val=1, max_trials=3)
+
+
+SEARCHES: dict[str, Any] = {"rate": find_rate, "batch size": find_batch_size}
+FINDERS: dict[str, Any] = {
+    "rate": lambda: LearningRateFinder(num_training_steps=10, max_lr=1e3, update_attr=False),
+    "batch size": lambda: BatchSizeFinder(steps_per_trial=2, init_val=1, max_trials=3),
+}
+
+
+def written_down(monitor: AttentionMonitor) -> str:
+    """Return all that a monitor remembers as text, where nan is like nan."""
+    return repr(tree_map_only(Tensor, Tensor.tolist, monitor.state_dict()))
+
+
+@RESTORING
+@pytest.mark.parametrize("what", SEARCHES)
+def test_c13_a_search_leaves_no_trace_in_what_the_monitor_knew(tmp_path: Path, what: str) -> None:
+    monitor, model = AttentionMonitor(), Searched()
+    fit(model, monitor, None, limit_train_batches=2)
+    assert [(event.step, event.head) for event in monitor.events] == [(0, 0), (0, 1)]  # the trap: such steps alarm
+    before, known, calls = written_down(monitor), list(monitor.history), model.calls
+    trainer = quiet(callbacks=[monitor, Healing()], default_root_dir=tmp_path, limit_train_batches=2)
+    SEARCHES[what](trainer, model)
+    assert model.calls - calls >= 2
+    assert written_down(monitor) == before
+    assert [step for step, _ in monitor.history] == [step for step, _ in known]
+    for (_, new), (_, old) in zip(monitor.history, known, strict=True):
+        close(new["net"], old["net"], relative=0, absolute=0)
     assert hooks(model) == 0
-    trainer.fit(model, data(2))
+    trainer.fit(model)
+    assert len(monitor.events) == 2
+    assert [step for step, _ in monitor.history][-2:] == [0, 1]
+
+
+@RESTORING
+@pytest.mark.parametrize("what", FINDERS)
+@pytest.mark.parametrize("first", [True, False])
+def test_c13_a_search_by_a_callback_of_the_fit_leaves_no_trace(tmp_path: Path, what: str, first: bool) -> None:
+    monitor, model = AttentionMonitor(), Searched()
+    callbacks = [monitor, FINDERS[what](), Healing()] if first else [FINDERS[what](), Healing(), monitor]
+    trainer = quiet(callbacks=callbacks, default_root_dir=tmp_path, limit_train_batches=2)
+    trainer.fit(model)
+    assert model.calls >= 4
+    assert monitor.events == []
     assert [step for step, _ in monitor.history] == [0, 1]
+    assert [float(value(record["net"], "logit_row_std").max()) for _, record in monitor.history] == pytest.approx(
+        [float(model.net.pattern.var(-1, correction=0).mean(-1).max().sqrt())] * 2, rel=1e-5
+    )
+    assert hooks(model) == 0
 
 
 class Late(Trained):

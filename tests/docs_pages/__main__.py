@@ -1,4 +1,4 @@
-"""Write what the documentation says of the catalog, of the logged metrics, and of the trainings it shows.
+"""Write what the documentation says of the catalog, of metrics, events and limits, and of the trainings it shows.
 
 python -m tests.docs_pages            # from the code: seconds
 python -m tests.docs_pages --train    # train anew what the pages show: minutes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from attn_monitor.catalog import STATISTICS
-from tests.docs_pages import debugging, metrics, runs, statistics
+from tests.docs_pages import debugging, events, metrics, runs, statistics, thresholds
 
 
 def main() -> None:
@@ -23,6 +23,8 @@ def main() -> None:
         runs.train_all()
     found = runs.load() if options.train or options.runs else None
     metrics.PAGE.write_text(metrics.page(), encoding="utf-8")
+    events.PAGE.write_text(events.written(), encoding="utf-8")
+    thresholds.PAGE.write_text(thresholds.written(), encoding="utf-8")
     statistics.OVERVIEW.write_text(statistics.overview(), encoding="utf-8")
     for name in STATISTICS:
         (statistics.FOLDER / f"{name}.md").write_text(statistics.written(name, found), encoding="utf-8")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from attn_monitor.growth import PRODUCT, REST, SPREAD, grown_factors
 from tests.board import Server, start_in_process
 from tests.browser import Browser, find_browser
 from tests.docs_pages.blocks import DOCS, ROOT, filled, row_of, table_of
@@ -73,11 +74,12 @@ def factors(run: Run) -> str:
         ((step, head) for step in range(len(run.steps)) for head in range(len(last[step]))),
         key=lambda place: last[place[0]][place[1]],
     )
-    names = ("logit_row_std", "scale_ratio", "q_rms", "k_rms", "alignment")
-    rows = []
-    for name in names:
-        first, then = run.heads[name][0][head], run.heads[name][step][head]
-        rows.append(row_of(f"`{name}`", f"{first:.3g}", f"{then:.3g}", f"{then / first:.3g} x"))
+    names = (SPREAD, "qk_std", *PRODUCT)
+    first, then = ({name: run.heads[name][at][head] for name in names} for at in (0, step))
+    grown = {SPREAD: then[SPREAD] / first[SPREAD], **grown_factors(then, first)}
+    for values in (first, then):
+        values[REST] = values[SPREAD] / values["qk_std"]
+    rows = [row_of(f"`{name}`", f"{first[name]:.3g}", f"{then[name]:.3g}", f"{by:.3g} x") for name, by in grown.items()]
     layer, index = divmod(head, 4)
     return f"Head {index} of `layers.{layer}.attn`, the widest:\n\n" + table_of(
         ("", f"step {run.steps[0]}", f"step {run.steps[step]}", "growth"), rows

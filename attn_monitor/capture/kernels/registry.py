@@ -75,7 +75,8 @@ def register_kernel(path: str) -> Callable[[AdapterType], AdapterType]:
         >>> @register_kernel("my_kernels:fast_attention")
         ... def read(q, k, v, causal=False):
         ...     return KernelCall(lambda: attention_call(q, k, v, is_causal=causal))
-        >>> del KERNELS["my_kernels:fast_attention"]
+        >>> KERNELS.pop("my_kernels:fast_attention") is read  # only here, to leave nothing behind
+        True
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -88,6 +89,17 @@ def register_operator(name: str) -> Callable[[AdapterType], AdapterType]:
 
     Args:
         name: ``namespace::operator`` as in `torch.ops`, or the name of a higher-order operator.
+
+    Returns:
+        A decorator for the adapter, which is called with the arguments by the names of the operator's schema.
+
+    Example:
+        >>> from attn_monitor.arguments import attention_call
+        >>> @register_operator("my_kernels::fast_attention")
+        ... def read(q, k, v):
+        ...     return KernelCall(lambda: attention_call(q, k, v))
+        >>> _OPERATORS.pop("my_kernels::fast_attention") is read  # only here, to leave nothing behind
+        True
     """
     return _into(_OPERATORS, name)
 
