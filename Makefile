@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
+LOWEST_PYTHON ?= 3.10
+OTHER_PYTHON ?= 3.13
 
-.PHONY: help demo test lint format unit slow docs pages bench alarms reliability soak zoo screenshots test-lowest constraints clean
+.PHONY: help demo test lint format unit slow docs pages bench alarms reliability soak zoo screenshots test-lowest test-python constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +19,7 @@ help:
 	@echo "make soak    observe 20,000 steps, rewrite the curves of docs/reliability.md (about 20 minutes)"
 	@echo "make pages   train what the documentation shows, rewrite its generated parts (about 7 minutes)"
 	@echo "make test-lowest  run the unit tests with the lowest versions that pyproject.toml allows (downloads gigabytes)"
+	@echo "make test-python  run the unit tests with another Python, OTHER_PYTHON=3.13 (downloads gigabytes)"
 	@echo "make zoo     try capture on every architecture in tests/zoo, rewrite docs/coverage.md"
 	@echo "make screenshots  take the pictures of docs/images from what make demo left (needs Chromium)"
 	@echo "make docs    build the documentation into site/"
@@ -44,12 +47,12 @@ lint: .venv/.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Tests of one file share what is costly to make, such as a browser or the ranks of a training.
 unit: .venv/.stamp
-	$(BIN)/pytest -m 'not slow' -n $(WORKERS)
+	$(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist loadfile
 
-# One at a time: each of these uses every core.
 slow: .venv/.stamp
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n $(WORKERS) --dist loadfile
 
 format: .venv/.stamp
 	$(BIN)/ruff format .
@@ -73,13 +76,20 @@ soak: .venv/.stamp
 pages: .venv/.stamp
 	$(BIN)/python -m tests.docs_pages --train
 
-# Old packages warn of what newer ones changed; other warnings stay errors.
+# Old packages warn of what newer ones changed; other warnings stay errors. LOWEST_PYTHON: a version, or a path to one.
 test-lowest: .venv/.stamp
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv venv --quiet --clear --python 3.10 .venv-lowest
+	$(BIN)/uv venv --quiet --clear --python $(LOWEST_PYTHON) .venv-lowest
 	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[dev]'
 	.venv-lowest/bin/python -m pytest -m 'not slow' -n $(WORKERS) -W ignore::DeprecationWarning \
 		-W ignore::FutureWarning -W ignore::PendingDeprecationWarning
+
+# The pinned versions on another Python: a version, or a path to one.
+test-python: .venv/.stamp
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $(OTHER_PYTHON) .venv-other
+	$(BIN)/uv pip install --quiet --python .venv-other --constraints constraints.txt --editable '.[dev]'
+	.venv-other/bin/python -m pytest -m 'not slow' -n $(WORKERS)
 
 # LitGPT and vit-pytorch come without what they require, such as torchvision: their models need none of it.
 zoo: .venv/.stamp
@@ -100,5 +110,5 @@ constraints: .venv/.stamp
 	sed -i '/^\(nvidia\|cuda\|triton\)/d' constraints.txt
 
 clean:
-	rm -rf .venv .venv-lowest site dist build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-other site dist build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

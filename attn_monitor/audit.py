@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_monitor.diagnosis import SAFE_SCALE
+from attn_monitor.diagnosis import SAFE_SCALE, scale_slip
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule, matches
 
@@ -19,7 +19,7 @@ _APART = 1.5
 """By what the sizes of queries and keys differ where one of them has the scale in it."""
 _MADE_UP = 2.0
 """The largest spread of the products, were queries and keys independent, at which the scale is in one of them."""
-_NEAR = 0.05
+_UNKNOWN = f"outside of {SAFE_SCALE[0]} to {SAFE_SCALE[1]}, where it is known to be harmless"
 UNIFORM = 0.995
 """Heads whose `entropy_normalized` is above this attend to everything alike, as all do at first."""
 _OBSERVATIONS = 20
@@ -41,7 +41,7 @@ def scale_findings(statistics: Mapping[str, AttentionStatistics], rule: Saturati
             continue
         if _meant(stats, rule.of(layer)):
             continue
-        meaning = _meaning(abs(ratio), stats.head_dim, stats.heads)
+        meaning = scale_slip(ratio, stats.head_dim, stats.heads) or _UNKNOWN
         found.setdefault((stats.head_dim, meaning), []).append((abs(ratio), layer))
     return [
         f"scale audit: scale * sqrt(d_k={head_dim}) is {_span([ratio for ratio, _ in places])}, {meaning}, "
@@ -137,20 +137,6 @@ def _span(ratios: Sequence[float]) -> str:
     """Return the ratios of layers that share a text, which a learned scale makes differ."""
     lowest, highest = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
     return lowest if lowest == highest else f"{lowest} to {highest}"
-
-
-def _meaning(ratio: float, head_dim: int, heads: int) -> str:
-    """Return what a scale ratio most likely is."""
-    guesses = [
-        (math.sqrt(head_dim), "the scale 1/sqrt(d_k) is missing"),
-        (float(head_dim), "sqrt(d_k) stands in place of 1/sqrt(d_k)"),
-        (1 / math.sqrt(head_dim), "1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice"),
-        (2.0, "the scale is doubled"),
-        (0.5, "the scale is halved"),
-        (heads**-0.5, f"1/sqrt(d_model) stands in place of 1/sqrt(d_k) of {heads} heads"),
-    ]
-    fitting = [text for value, text in guesses if head_dim > 1 and abs(ratio / value - 1) < _NEAR]
-    return ", or ".join(fitting) or "outside of 0.8 to 1.2, where it is known to be harmless"
 
 
 def _names(layers: Sequence[str]) -> str:

@@ -19,7 +19,8 @@ SINK = 0.5
 """A head that has more of its probability than this on the first key, or on a learned sink, rests on a sink."""
 _CAUSE = "likely cause: "
 _VECTORS = {"q_rms": "query", "k_rms": "key"}
-_NEAR = 0.1
+_NEAR = 0.05
+"""How far a scale may be, as a share, from one that a known slip makes."""
 _MATTERS = 0.05
 """Where only one factor has a larger share of a growth than this, there are no shares to tell."""
 
@@ -154,19 +155,37 @@ def scale_in_words(ratio: float | None, head_dim: int | None) -> str:
     """Name a scale above the safe range; empty for one that cannot make logits large.
 
     Example:
-        >>> scale_in_words(8.0, 64), scale_in_words(2.0, 64), scale_in_words(1.1, 64)
-        ('the scale 1/sqrt(d_k) is missing', 'the scale is 2x 1/sqrt(d_k)', '')
+        >>> scale_in_words(8.0, 64), scale_in_words(3.0, 64), scale_in_words(1.1, 64)
+        ('the scale 1/sqrt(d_k) is missing', 'the scale is 3x 1/sqrt(d_k)', '')
     """
     if ratio is None or abs(ratio) <= SAFE_SCALE[1]:
         return ""
-    if head_dim is not None and head_dim > 1:
-        power = math.log(abs(ratio)) / math.log(head_dim)
-        tolerance = _NEAR / math.log(head_dim)
-        if abs(power - 0.5) < tolerance:
-            return "the scale 1/sqrt(d_k) is missing"
-        if abs(power - 1) < tolerance:
-            return "the scale is inverted, sqrt(d_k) in place of 1/sqrt(d_k)"
-    return f"the scale is {ratio:.3g}x 1/sqrt(d_k)"
+    return scale_slip(ratio, head_dim) or f"the scale is {ratio:.3g}x 1/sqrt(d_k)"
+
+
+def scale_slip(ratio: float, head_dim: int | None, heads: int = 1) -> str:
+    """Return what a scale outside of the safe range most likely is; empty for one that no known slip makes.
+
+    Args:
+        ratio: The scale times sqrt(d_k); its sign does not matter.
+        head_dim: D of query and key.
+        heads: The number of heads, where it is known.
+
+    Example:
+        >>> scale_slip(0.5, 64), scale_slip(3.0, 64)
+        ('the scale is halved', '')
+    """
+    if head_dim is None or head_dim < 2:
+        return ""
+    slips = (
+        (head_dim**0.5, "the scale 1/sqrt(d_k) is missing"),
+        (head_dim, "sqrt(d_k) stands in place of 1/sqrt(d_k)"),
+        (head_dim**-0.5, "1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice"),
+        (2.0, "the scale is doubled"),
+        (0.5, "the scale is halved"),
+        (heads**-0.5, f"1/sqrt(d_model) stands in place of 1/sqrt(d_k) of {heads} heads"),
+    )
+    return ", or ".join(text for value, text in slips if abs(abs(ratio) / value - 1) < _NEAR)
 
 
 def _growth_clause(grown: Mapping[str, float], most: str, shares: Mapping[str, float], since: int) -> str:

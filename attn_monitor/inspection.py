@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from attn_monitor.capture.naming import canonical_names
-from attn_monitor.diagnosis import SAFE_SCALE
+from attn_monitor.diagnosis import SAFE_SCALE, scale_slip
 from attn_monitor.probe import AttentionProbe
 
 _CHEAP = ("logit_max",)
@@ -156,8 +156,6 @@ _EXPLANATION = (
     "scale*sqrt(d): 1 for the scale 1/sqrt(d_k); keys: the most of any call"
 )
 _LISTED = 3
-_NEAR = 0.02
-"""How near a scale is to a power of d_k that stands for a known slip, as a share."""
 
 
 def inspection_table(found: Sequence[InspectedAttention]) -> str:
@@ -193,7 +191,7 @@ def _scale_remarks(measured: Sequence[InspectedAttention]) -> list[str]:
     """Return a line for each unusual scale, with the layers that have it: remarks, as it may be meant."""
     layers: dict[str, list[str]] = {}
     for one in measured:
-        if one.scale_ratio is not None and (remark := _scale_remark(one.scale_ratio, one.head_dim)):
+        if one.scale_ratio is not None and (remark := _scale_remark(one.scale_ratio, one)):
             layers.setdefault(remark, []).append(one.name)
     return [
         f"{', '.join(names[:_LISTED])}{f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''}: {remark}"
@@ -201,16 +199,12 @@ def _scale_remarks(measured: Sequence[InspectedAttention]) -> list[str]:
     ]
 
 
-def _scale_remark(ratio: tuple[float, float], head_dim: int | None) -> str:
+def _scale_remark(ratio: tuple[float, float], one: InspectedAttention) -> str:
     low, high = sorted(abs(value) for value in ratio)
     if not (low < SAFE_SCALE[0] or high > SAFE_SCALE[1]):
         return ""
-    root = None if head_dim is None or head_dim < 2 else head_dim**0.5
-    guess = ""
-    if root is not None and abs(low / root - 1) < _NEAR and abs(high / root - 1) < _NEAR:
-        guess = "the scale may be missing, "
-    elif root is not None and abs(low * root - 1) < _NEAR and abs(high * root - 1) < _NEAR:
-        guess = "the scale may be applied twice, "
+    slips = {scale_slip(value, one.head_dim, one.heads or 1) for value in (low, high)}
+    guess = f"perhaps {slips.pop()}, " if len(slips) == 1 and "" not in slips else ""
     return f"the scale is {_ratio(ratio)} x 1/sqrt(d_k): {guess}fine if the design wants it so"
 
 

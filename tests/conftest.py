@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from attn_monitor import unseen
 
-# The workers of pytest-xdist share the cores; more threads each would only make them wait for one another.
+# The workers of pytest-xdist share the cores; more threads each would only make them wait for one another. That holds
+# for programs that tests start, too.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture

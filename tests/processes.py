@@ -9,18 +9,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined] # torch has no hints for it
 
 SECONDS = 60
+START_METHOD: Final = "forkserver"
+"""How ranks start, also those of Lightning: what is below holds for them too."""
 
-# Ranks fork from a server that has imported torch once: that saves seconds a rank, and unlike in a fork of the test's
-# own process no thread, hook or group is inherited.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "attn_monitor.probe"])
+# Ranks fork from a server that has imported once what they need: that saves seconds a rank, and unlike in a fork of the
+# test's own process no thread, hook or group is inherited.
+_PRELOADED = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo", "torch.utils.tensorboard",
+              "pytest", "attn_monitor.probe", "attn_monitor.callback"]  # fmt: skip
+_CONTEXT = multiprocessing.get_context(START_METHOD)
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -74,6 +74,7 @@ def test_steps_have_a_row_for_every_way(capsys: pytest.CaptureFixture[str]) -> N
     assert all(is_memory(rows[name][3]) for name in compared)
 
 
+@pytest.mark.slow
 def test_statistics_alone_have_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     rows = measured_quickly("alone", capsys)
     assert len(rows) == len(looks.cases(QUICK)) == 2 * (1 + len(QUICK.lengths))

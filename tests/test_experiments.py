@@ -178,6 +178,7 @@ def test_views_are_two_noisy_copies_of_each_digit() -> None:
     assert float(far.float().mean()) == pytest.approx(0.1, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_runaway_temperature_is_flagged_and_the_clamped_one_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

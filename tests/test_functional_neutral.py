@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import subprocess
 import sys
@@ -176,23 +177,30 @@ def test_numbers_that_are_none_are_refused(options: dict[str, Any], error: type[
 @pytest.mark.skipif(
     not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has one setting for all backends"
 )
-@pytest.mark.parametrize(
-    "setting",
-    [
+def test_every_setting_of_the_precision_is_left_as_it_was() -> None:
+    # Each in its own process, since these settings are global; what is forked has torch already.
+    script = """
+import os, sys, torch
+from attn_monitor.functional import attention_statistics
+def state():
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+for setting in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(setting)
+        before = state()
+        attention_statistics(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4))
+        print([setting, before, state()], flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    settings = [
         "torch.backends.cuda.matmul.allow_tf32 = True",
         "torch.set_float32_matmul_precision('medium')",
         "torch.set_float32_matmul_precision('high'); torch.backends.mkldnn.matmul.fp32_precision = 'ieee'",
-    ],
-)
-def test_every_setting_of_the_precision_is_left_as_it_was(setting: str) -> None:
-    script = f"""
-import torch
-from attn_monitor.functional import attention_statistics
-{setting}
-def state():
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-before = state()
-attention_statistics(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4))
-assert state() == before, (before, state())
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)  # in its own process: these settings are global
+    ]
+    run = subprocess.run([sys.executable, "-c", script, *settings], check=True, capture_output=True, text=True)
+    found = [ast.literal_eval(line) for line in run.stdout.splitlines()]
+    assert [setting for setting, _, _ in found] == settings
+    assert [(setting, after) for setting, _, after in found] == [(setting, before) for setting, before, _ in found]
+    assert len({before for _, before, _ in found}) == len(settings)  # they are settings, and different ones

@@ -157,6 +157,17 @@ def measure(model: nn.Module, direction: Tensor, *inputs: Any, **options: Any) -
     return stats
 
 
+_KNOWN: dict[tuple[bytes, ...], dict[str, Tensor]] = {}
+
+
+def reference(q: Tensor, k: Tensor, allowed: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Return `attention_reference`, which goes from row to row: once for the same numbers in all dialects."""
+    key = tuple(part.double().numpy().tobytes() for part in (q, k, allowed, *options.values()))
+    if key not in _KNOWN:
+        _KNOWN[key] = attention_reference(q, k, masks=[allowed], **options)
+    return _KNOWN[key]
+
+
 def expected(
     attention: Attention, x: Tensor, direction: Tensor, allowed: Tensor, **options: Any
 ) -> dict[str, dict[str, Tensor]]:
@@ -166,7 +177,7 @@ def expected(
     gradients = gradient_reference(q, k, v, gradient, masks=[allowed], **options)
     names = ("grad_logits_norm", "grad_probs_norm", "gradient_gain")
     return {
-        "forward": attention_reference(q, k, masks=[allowed], **options),
+        "forward": reference(q, k, allowed, **options),
         "backward": {name: gradients[name] for name in names},
     }
 
@@ -272,7 +283,7 @@ def test_the_masks_of_every_dtype_block(dialect: str, mask: str, dtype: torch.dt
     attention = Attention(lambda q, k, v: DIALECTS[dialect](q, k, v, allowed).to(dtype)).to(dtype)
     stats = measure(attention, torch.randn(B, T, E, dtype=dtype), x.to(dtype))
     q, k, _ = (part.detach() for part in attention.heads(x.to(dtype)))
-    wanted = attention_reference(q, k, masks=[allowed])
+    wanted = reference(q, k, allowed)
     for name in ("rows", "masked_rows", "nonfinite"):
         assert torch.equal(getattr(stats, name).double(), wanted[name]), name
     eps = torch.finfo(dtype).eps  # what the softmax receives is rounded to the dtype

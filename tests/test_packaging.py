@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +31,7 @@ def test_import_is_light() -> None:
     assert not {"torch", "numpy", "pytorch_lightning", "lightning", "torchmetrics", "tensorboard"} & set(loaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["functional", "probe"])
 def test_torch_users_do_not_pay_for_lightning(name: str) -> None:
     loaded = run_python(f"import attn_monitor.{name}, sys; print(*sys.modules)").split()
@@ -191,3 +194,31 @@ def test_imports_run_along_the_arrows(path: Path) -> None:
     assert module in ROOM_OF, "a new file: give it a room, here and in docs/design.md"
     used = {name.split(".")[1] for name in imports if name.startswith("attn_monitor.")}
     assert {name for name in used if ROOM_OF[name] not in reached(ROOM_OF[module])} == set()
+
+
+def lines_of_code(source: str) -> int:
+    """Return how many lines hold code: neither blank, nor comments, nor docstrings."""
+    empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in empty]
+    statements = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    texts = {
+        line
+        for node in statements
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - texts)
+
+
+def test_lines_of_code_are_counted_without_words() -> None:
+    words = '"""Words,\nmore of them."""\n\n# a comment\ndef f():\n    """Words."""\n'
+    code = 'x = """not\nwords"""  # why\n'
+    assert (lines_of_code(words + "    return x\n"), lines_of_code(code), lines_of_code(words + code)) == (2, 2, 3)
+
+
+def test_no_file_is_longer_than_300_lines_of_code() -> None:
+    files = [path for folder in ("attn_monitor", "examples", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 250
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    counts = {name: lines_of_code(source) for name, source in sources.items() if source.count("\n") > 300}
+    assert {name: count for name, count in counts.items() if count > 300} == {}

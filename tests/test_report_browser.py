@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,19 +137,3 @@ def test_what_is_injected_anyway_does_not_run(browser: Browser, tmp_path: Path) 
     page = opened(browser, path)
     assert page.run("window.injected === undefined")
     assert len([problem for problem in page.problems if "Content Security Policy" in problem]) == 2
-
-
-def test_80_layers_of_64_heads_over_2000_steps(browser: Browser, tmp_path: Path) -> None:
-    layers = [f"model.layers.{index}.self_attn" for index in range(80)]
-    run = make_run(steps=range(2000), layers=layers, heads=64)
-    run.tables = {name: run.tables[name] for name in ("saturation_ratio", "q_rms")}
-    run.write(tmp_path)
-    path = report(tmp_path)
-    assert path.stat().st_size < 21e6
-    started = time.monotonic()
-    page = opened(browser, path)
-    assert time.monotonic() - started < 15
-    assert cells(page, tmp_path.name) == rows(run.tables["saturation_ratio"][-1])
-    assert "of 2000 observed steps are left out" in page.run("document.querySelector('.report').textContent")
-    page.screenshot(tmp_path / "large.png")
-    assert_quiet(page, path)

@@ -22,6 +22,7 @@ from attn_monitor import AttentionMonitor, AttentionSaturationError, QKClip, Sat
 from attn_monitor.events import AttentionWarning, SaturationEvent
 from attn_monitor.notices import Notices, surviving
 from tests.models import LIGHTNING_ADVICE, loader, make_record, quiet
+from tests.processes import START_METHOD
 from tests.scripted import Scripted, fit
 
 pytestmark = LIGHTNING_ADVICE
@@ -121,6 +122,7 @@ def story(
     return trainer, told.lines, forecasts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [1, 2])
 @pytest.mark.parametrize(("every", "extra"), [(1, 0), (3, 0), (3, 4)])
 def test_a_resumed_run_raises_the_events_of_an_unbroken_one(
@@ -162,7 +164,7 @@ def reached(folder: Path) -> list[int]:
 
 
 def two_processes(folder: Path, monitor: AttentionMonitor, ratios: Sequence[float]) -> None:
-    strategy = DDPStrategy(start_method="spawn", process_group_backend="gloo")
+    strategy = DDPStrategy(start_method=START_METHOD, process_group_backend="gloo")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logger = CSVLogger(folder, name="csv", version=0)

@@ -175,7 +175,7 @@ def test_logits_near_the_end_of_float16_are_told_before_they_overflow() -> None:
         ({"q_rms": 1.0}, {"q_rms": 4.1, "k_rms": 9.0}, "likely cause: q_rms grew 4.1x since step 0"),
         ({"q_rms": 1.0, "k_rms": 1.0}, {"q_rms": 2.0, "k_rms": 3.0}, "likely cause: k_rms grew 3x since step 0"),
         ({}, {"scale_ratio": 8.0}, "likely cause: the scale 1/sqrt(d_k) is missing"),
-        ({}, {"scale_ratio": 64.0}, "likely cause: the scale is inverted, sqrt(d_k) in place of 1/sqrt(d_k)"),
+        ({}, {"scale_ratio": 64.0}, "likely cause: sqrt(d_k) stands in place of 1/sqrt(d_k)"),
         ({}, {"scale_ratio": 3.0}, "likely cause: the scale is 3x 1/sqrt(d_k)"),
         ({"scale_ratio": 1.0}, {"scale_ratio": 3.0}, "likely cause: the scale grew 3x since step 0"),
         (

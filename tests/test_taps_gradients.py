@@ -211,6 +211,7 @@ def test_selective_checkpointing_does_not_see_our_operations(path: Path, saved: 
 # -- the forward pass waits for the backward pass ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["fused", "softmax"])
 def test_sampled_rows_estimate_the_gradients(path: Path) -> None:
     torch.manual_seed(0)

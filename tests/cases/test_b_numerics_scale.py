@@ -75,7 +75,7 @@ KEYS = 256
         (1 / 8, 1.0, (0.89, 0.93), None),
         (1.0, 8.0, (0.10, 0.16), "likely cause: the scale 1/sqrt(d_k) is missing"),
         (1 / 64, 0.125, (0.998, 1.0), None),
-        (8.0, 64.0, (0.0, 0.02), "likely cause: the scale is inverted, sqrt(d_k) in place of 1/sqrt(d_k)"),
+        (8.0, 64.0, (0.0, 0.02), "likely cause: sqrt(d_k) stands in place of 1/sqrt(d_k)"),
     ],
     ids=["right", "missing", "twice", "inverted"],
 )

@@ -22,6 +22,7 @@ from attn_monitor.tags import EVENTS_FILE
 from tests.cases.lit import data
 from tests.cases.support import SelfAttention, Trained
 from tests.models import LIGHTNING_ADVICE, quiet
+from tests.processes import START_METHOD
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -88,7 +89,8 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spawned")
     monitor = Counted()
     monitor.folder = str(folder)
-    strategy = DDPStrategy(start_method="spawn", process_group_backend="gloo", find_unused_parameters=True)
+    # As fresh as a spawned process, but forked from the server of tests/processes.py, which has imported torch already.
+    strategy = DDPStrategy(start_method=START_METHOD, process_group_backend="gloo", find_unused_parameters=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = quiet(

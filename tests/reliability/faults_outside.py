@@ -28,7 +28,7 @@ from attn_monitor.tags import EVENTS_FILE
 from tests.models import read_events
 from tests.reliability.expectations import alone, right, subject, survives, watching
 from tests.reliability.registry import Verdict, fault
-from tests.reliability.trials import STEPS, attempt, clean, with_patches
+from tests.reliability.trials import STEPS, attempt, clean, records, same_records, with_patches
 
 TAG = "attn_logit_std/net.blocks.0"
 EVERY_STEP = range(STEPS)
@@ -299,6 +299,8 @@ def bad_state(folder: Path) -> Verdict:
     unwatched = attempt(subject(), [], ckpt_path=path, max_epochs=2)
     resumed = watching()
     attempt(subject(), [resumed], ckpt_path=path, max_epochs=2)
+    wanted = {step: record for step, record in records(resumed).items() if step >= STEPS}
+    assert sorted(wanted) == list(range(STEPS, 2 * STEPS))
     chosen = states[::4]
     for number, state in enumerate(chosen):
         broken = copy.deepcopy(saved)
@@ -310,7 +312,8 @@ def bad_state(folder: Path) -> Verdict:
         assert trial.same_as(unwatched)
         clean(trial)
         assert len(trial.said) <= 2, trial.said
-        assert [step for step, _ in monitor.history] == [step for step, _ in resumed.history]
+        found = {step: record for step, record in records(monitor).items() if step >= STEPS}
+        assert same_records(found, wanted), number
     for state in states:  # the rest without a training
         monitor = AttentionMonitor()
         monitor.load_state_dict(state)
