@@ -81,7 +81,7 @@ test-lowest: .venv/.stamp
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv venv --quiet --clear --python $(LOWEST_PYTHON) .venv-lowest
 	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[dev]'
-	.venv-lowest/bin/python -m pytest -m 'not slow' -n $(WORKERS) -W ignore::DeprecationWarning \
+	.venv-lowest/bin/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile -W ignore::DeprecationWarning \
 		-W ignore::FutureWarning -W ignore::PendingDeprecationWarning
 
 # The pinned versions on another Python: a version, or a path to one.
@@ -89,7 +89,7 @@ test-python: .venv/.stamp
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv venv --quiet --clear --python $(OTHER_PYTHON) .venv-other
 	$(BIN)/uv pip install --quiet --python .venv-other --constraints constraints.txt --editable '.[dev]'
-	.venv-other/bin/python -m pytest -m 'not slow' -n $(WORKERS)
+	.venv-other/bin/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile
 
 # LitGPT and vit-pytorch come without what they require, such as torchvision: their models need none of it.
 zoo: .venv/.stamp

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_monitor.diagnosis import SAFE_SCALE, scale_slip
+from attn_monitor.phrases import some
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule, matches
 
@@ -45,7 +46,7 @@ def scale_findings(statistics: Mapping[str, AttentionStatistics], rule: Saturati
         found.setdefault((stats.head_dim, meaning), []).append((abs(ratio), layer))
     return [
         f"scale audit: scale * sqrt(d_k={head_dim}) is {_span([ratio for ratio, _ in places])}, {meaning}, "
-        f"in {_names([layer for _, layer in places])}"
+        f"in {some([layer for _, layer in places], _LISTED, 'layer')}"
         for (head_dim, meaning), places in found.items()
     ]
 
@@ -55,10 +56,9 @@ def override_findings(layers: Sequence[str], rule: SaturationRule) -> list[str]:
     idle = [pattern for pattern in rule.overrides if not any(matches(pattern, layer) for layer in layers)]
     if not idle:
         return []
-    more = f" and {len(layers) - _LISTED_NAMES} more" if len(layers) > _LISTED_NAMES else ""
     return [
         f"saturation overrides without effect: {', '.join(map(repr, idle))} {'fits' if len(idle) == 1 else 'fit'} no "
-        f"layer; the layers are {', '.join(layers[:_LISTED_NAMES])}{more}"
+        f"layer; the layers are {some(layers, _LISTED_NAMES)}"
     ]
 
 
@@ -137,11 +137,6 @@ def _span(ratios: Sequence[float]) -> str:
     """Return the ratios of layers that share a text, which a learned scale makes differ."""
     lowest, highest = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
     return lowest if lowest == highest else f"{lowest} to {highest}"
-
-
-def _names(layers: Sequence[str]) -> str:
-    more = f" and {len(layers) - _LISTED} more layers" if len(layers) > _LISTED else ""
-    return f"{', '.join(layers[:_LISTED])}{more}"
 
 
 def _common(values: Tensor | None) -> float | None:

@@ -15,6 +15,7 @@ from attn_monitor.capture.ownership import in_backward
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
 from attn_monitor.catalog import GRADIENTS
 from attn_monitor.looks import GradScale, Looks, PendingEntries
+from attn_monitor.phrases import error_line
 from attn_monitor.placement import Placement
 from attn_monitor.records import AttentionCall
 from attn_monitor.sums import AttentionSums
@@ -186,7 +187,7 @@ class Collector:
         """Take note that scores in the running module can't be followed any further."""
         name, owner = self.placement.owner()
         if self.placement.settled(owner):
-            self._lost.setdefault(name, f"its scores could not be followed: {_told(error)}")
+            self._lost.setdefault(name, f"its scores could not be followed: {error_line(error)}")
 
     def failed(self, error: Exception) -> None:
         """Take note of an error of ours in the running module."""
@@ -196,7 +197,7 @@ class Collector:
 
     def broken(self, error: Exception) -> None:
         """Take note that watching itself failed: nothing of what was seen can be trusted."""
-        self._broken = self._broken or _told(error)
+        self._broken = self._broken or error_line(error)
         self.sums.clear()
 
     def observed(self, name: str, sighting: Sighting, out: Tensor | None) -> None:
@@ -323,17 +324,12 @@ class Collector:
 
     def _fail(self, record: str, error: Exception) -> None:
         """Drop a layer that raised: half of its numbers would be worse than none."""
-        self._drop(record, _told(error))
+        self._drop(record, error_line(error))
 
     def _drop(self, record: str, reason: str) -> None:
         self._skipped[record] = reason
         for name in [name for name in self.sums if name == record or name.startswith(f"{record}@")]:
             del self.sums[name]
-
-
-def _told(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _fingerprint(sighting: Sighting) -> Tensor:

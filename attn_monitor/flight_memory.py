@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_monitor.catalog import FACTORS, HEADLINE
 from attn_monitor.flight_records import Observation
 from attn_monitor.nonfinite import Largest
+from attn_monitor.phrases import error_line
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
@@ -113,19 +114,9 @@ class FlightMemory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values and tensors."""
-        observations = [
-            {
-                "step": one.step,
-                "loss": one.loss,
-                "learning_rates": [list(rates) for rates in one.learning_rates],
-                "grad_norm": one.grad_norm,
-                "layer_grad_norms": dict(one.layer_grad_norms),
-            }
-            for one in self.observations
-        ]
         return {
             "version": _STATE_VERSION,
-            "observations": observations,
+            "observations": [asdict(one) for one in self.observations],
             "losses": [list(point) for point in self.losses],
             "heads": dict(self.heads),
             "head_dims": dict(self.head_dims),
@@ -144,14 +135,14 @@ class FlightMemory:
             heads = {str(layer): int(count) for layer, count in state["heads"].items()}
             dims = {layer: state["head_dims"][layer] for layer in heads}
             losses = [(int(step), float(loss)) for step, loss in state["losses"]]
-            observations = [replace(Observation(**one)) for one in state["observations"]]
+            observations = [Observation(**one) for one in state["observations"]]
             shape = len(observations), sum(heads.values())
             missing = torch.full(shape, math.nan, device="cpu")
             tables = [state["tables"].get(name, missing).to("cpu", torch.float32) for name in KEPT]
             if wrong := [tuple(table.shape) for table in tables if table.shape != shape]:
                 raise ValueError(f"expected tables of shape {shape}, got {wrong[0]}")
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"its parts do not fit ({type(error).__name__}: {error})") from error
+            raise ValueError(f"its parts do not fit ({error_line(error)})") from error
         self.forget()
         self.heads, self.head_dims = heads, dims
         self.losses.extend(losses)

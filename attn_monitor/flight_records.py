@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attn_monitor.phrases import error_line
+
 FLIGHT_FILE = re.compile(r"(?P<prefix>monitor\d+_)?attn_monitor_flight_(\d+)\.json")
 _FORMAT, _VERSION = "attn_monitor flight record", 1
 _ABOUT = (
@@ -127,14 +129,22 @@ def write_flight(folder: Path, text: str, name: str) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
+    write_whole(path, text)
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all; what was there stays until then.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
         part.replace(path)
-    except OSError:
+    finally:
         part.unlink(missing_ok=True)
-        raise
-    return path
 
 
 # -- to text -----------------------------------------------------------------------------------------------------------
@@ -143,17 +153,7 @@ def write_flight(folder: Path, text: str, name: str) -> Path:
 def to_json(record: FlightRecord) -> str:
     """Return a record as the text of its file: an object whose long parts have a line for each entry."""
     kept = max(MOST_NUMBERS // max(sum(record.heads.values()) * len(record.tables), 1), 1)
-    observations = [
-        {
-            "step": one.step,
-            "loss": _plain(one.loss),
-            "learning_rates": [[_plain(rate) for rate in rates] for rates in one.learning_rates],
-            "grad_norm": _plain(one.grad_norm),
-            "layer_grad_norms": {layer: _plain(norm) for layer, norm in one.layer_grad_norms.items()},
-        }
-        for one in record.observations
-    ]
-    losses = {"steps": [step for step, _ in record.losses], "values": [_plain(loss) for _, loss in record.losses]}
+    losses = {"steps": [step for step, _ in record.losses], "values": [loss for _, loss in record.losses]}
     parts: dict[str, str] = {
         "format": json.dumps(_FORMAT),
         "version": json.dumps(_VERSION),
@@ -164,11 +164,11 @@ def to_json(record: FlightRecord) -> str:
         "diagnosis": _lines("[]", map(json.dumps, record.diagnosis)),
         "began": json.dumps(None if record.began is None else asdict(record.began)),
         "exception": json.dumps(record.exception),
-        "limit": json.dumps(_plain(record.limit)),
+        "limit": _strict(record.limit),
         "heads": json.dumps(dict(record.heads)),
         "head_dims": json.dumps(dict(record.head_dims)),
-        "observations": _lines("[]", (json.dumps(one, allow_nan=False) for one in observations)),
-        "losses": json.dumps(losses, allow_nan=False),
+        "observations": _lines("[]", (_strict(asdict(one)) for one in record.observations)),
+        "losses": _strict(losses),
         "tables": _lines(
             "{}", (f"{json.dumps(name)}: {_table(record, name, kept)}" for name in record.tables), indent="  "
         ),
@@ -197,8 +197,17 @@ def _short(value: float) -> str:
     return f"{value:.6g}" if math.isfinite(value) else f'"{value}"'
 
 
-def _plain(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+def _strict(value: object) -> str:
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """Return a value in which numbers that are not finite are texts."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- from text ---------------------------------------------------------------------------------------------------------
@@ -218,7 +227,7 @@ def from_json(text: str) -> FlightRecord:
             raise ValueError(f"its version is {stored['version']!r}, this attn_monitor reads {_VERSION}")
         return _record(stored)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
+        raise ValueError(f"it is damaged ({error_line(error)})") from error
 
 
 def _record(stored: Mapping[str, Any]) -> FlightRecord:

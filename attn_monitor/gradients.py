@@ -10,26 +10,12 @@ import torch
 from torch import Tensor
 
 from attn_monitor.passes import Wanted, fill_rows
-from attn_monitor.pooling import LayerRows, pooled
+from attn_monitor.pooling import LayerRows
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
-from attn_monitor.sums import AttentionSums, LayerFacts
+from attn_monitor.sums import LayerFacts
 from attn_monitor.tiles import TiledCall, undisturbed
 from attn_monitor.workspace import Workspaces
-
-
-def attention_gradient_sums(
-    call: AttentionCall,
-    grad_output: Tensor,
-    max_queries: int | None = None,
-    generator: torch.Generator | None = None,
-    *,
-    spaces: Workspaces | None = None,
-) -> AttentionSums:
-    """Return the gradient sums of a fused kernel alone; the arguments are those of `attention_gradient_rows`."""
-    rows = attention_gradient_rows(call, grad_output, max_queries, generator, spaces=spaces)
-    with undisturbed(call.query):
-        return pooled([rows])[0]
 
 
 def attention_gradient_rows(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_monitor.phrases import error_line
 from attn_monitor.records import AttentionStatistics
 
 Records = Iterable[tuple[int, Mapping[str, AttentionStatistics]]]
@@ -78,7 +79,7 @@ def history_from(state: Mapping[str, Any]) -> list[tuple[int, dict[str, Attentio
         if start != len(values):
             raise ValueError(f"expected {start} numbers, got {len(values)}")
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"its parts do not fit ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its parts do not fit ({error_line(error)})") from error
     return history
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from attn_monitor.capture.naming import canonical_names
 from attn_monitor.diagnosis import SAFE_SCALE, scale_slip
+from attn_monitor.phrases import some
 from attn_monitor.probe import AttentionProbe
 
 _CHEAP = ("logit_max",)
@@ -193,10 +194,7 @@ def _scale_remarks(measured: Sequence[InspectedAttention]) -> list[str]:
     for one in measured:
         if one.scale_ratio is not None and (remark := _scale_remark(one.scale_ratio, one)):
             layers.setdefault(remark, []).append(one.name)
-    return [
-        f"{', '.join(names[:_LISTED])}{f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''}: {remark}"
-        for remark, names in layers.items()
-    ]
+    return [f"{some(names, _LISTED)}: {remark}" for remark, names in layers.items()]
 
 
 def _scale_remark(ratio: tuple[float, float], one: InspectedAttention) -> str:

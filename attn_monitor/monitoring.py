@@ -24,6 +24,7 @@ from attn_monitor.judge import Judge, Judgement
 from attn_monitor.loop import Loop
 from attn_monitor.notices import Notices, surviving
 from attn_monitor.observer import Observer
+from attn_monitor.phrases import error_line
 from attn_monitor.publishing import Publisher
 from attn_monitor.qk_clip import Clipper, QKClip
 from attn_monitor.records import AttentionStatistics
@@ -133,7 +134,7 @@ class Monitoring(ObservedStages):
                 "history": history_state(self.history),
             }
         except Exception as error:  # the checkpoint of the user's model is worth more
-            self._notices.add(f"the checkpoint holds nothing of the monitor: {type(error).__name__}: {error}")
+            self._notices.add(f"the checkpoint holds nothing of the monitor: {error_line(error)}")
             return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,7 +274,7 @@ class Monitoring(ObservedStages):
         try:
             return self._judge.take(step, statistics)
         except Exception as error:  # an error of ours must not end the training
-            self._notices.add(f"judging the record of step {step} failed: {type(error).__name__}: {error}")
+            self._notices.add(f"judging the record of step {step} failed: {error_line(error)}")
             return Judgement()
 
     def _clip(self, model: nn.Module, record: Mapping[str, AttentionStatistics], step: int) -> dict[str, float]:
@@ -311,12 +312,12 @@ class Monitoring(ObservedStages):
 
     def _hook_failed(self, name: str, error: Exception) -> None:
         """Report an error of ours and leave nothing behind; what fails in that as well is given up."""
-        told = f"{name} failed: {type(error).__name__}: {error}"
+        text = f"{name} failed: {error_line(error)}"
         with suppress(Exception):
-            self._notices.add(told)
+            self._notices.add(text)
         for observer in self._observers.values():
             with suppress(Exception):
-                observer.fail(told)
+                observer.fail(text)
                 if not observer.pooling:  # where processes meet it stays, and the record is lost as a whole
                     self._cadence.give_up()
 

@@ -19,6 +19,7 @@ from attn_monitor.events import (
     worst_first,
 )
 from attn_monitor.forecast import Forecast
+from attn_monitor.phrases import count, error_line, some
 
 _News = TypeVar("_News")
 _LISTED_LAYERS = 5
@@ -33,7 +34,7 @@ def surviving(report: Callable[[str], None], doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        report(f"{doing} failed: {type(error).__name__}: {error}")
+        report(f"{doing} failed: {error_line(error)}")
 
 
 class Notices:
@@ -157,15 +158,10 @@ def _by_reason(texts: Mapping[str, str]) -> str:
     for layer, text in texts.items():
         groups.setdefault(text, []).append(layer)
     shown = list(groups.items())[:_LISTED_REASONS]
-    parts = [f"{_some(layers)} ({text})" for text, layers in shown]
+    parts = [f"{some(layers, _LISTED_LAYERS)} ({text})" for text, layers in shown]
     if others := len(texts) - sum(len(layers) for _, layers in shown):
-        parts.append(f"and {others} more layer{'' if others == 1 else 's'} for other reasons")
+        parts.append(f"and {count(others, 'more layer')} for other reasons")
     return "; ".join(parts)
-
-
-def _some(layers: Sequence[str]) -> str:
-    more = f" and {len(layers) - _LISTED_LAYERS} more" if len(layers) > _LISTED_LAYERS else ""
-    return ", ".join(layers[:_LISTED_LAYERS]) + more
 
 
 def _kind(reason: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from attn_monitor.phrases import error_line
 from attn_monitor.probe import AttentionProbe
 from attn_monitor.ranks import RankReduction
 from attn_monitor.records import AttentionStatistics
@@ -100,6 +101,5 @@ class Observer:
         try:
             yield
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            self._failure = self._failure or f"{doing} failed: {told}"
-            self._report(f"{doing} failed, this record is lost: {told}")
+            self._failure = self._failure or f"{doing} failed: {error_line(error)}"
+            self._report(f"{doing} failed, this record is lost: {error_line(error)}")

@@ -24,6 +24,7 @@ from attn_monitor.catalog import resolve_statistics
 from attn_monitor.collector import Collector
 from attn_monitor.looks import GradScale
 from attn_monitor.metric import AttentionMetric
+from attn_monitor.phrases import error_line
 from attn_monitor.ranks import RankReduction, Record, Seen
 from attn_monitor.records import AttentionCall, AttentionStatistics
 from attn_monitor.settings import check_flag, check_max_queries
@@ -309,7 +310,7 @@ class AttentionProbe:
                     failure=self._collector.failure,
                 )
             except Exception as error:
-                seen = Seen(failure=f"{type(error).__name__}: {error}")
+                seen = Seen(failure=error_line(error))
         self._of_all_ranks = ranks.reduce(seen, self._statistics)
         return LayerStatistics(self._root_name(), self._of_all_ranks.statistics)
 

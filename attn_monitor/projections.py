@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attn_monitor.call_evidence import Evidence, call_lengths, evidence
+from attn_monitor.capture.hooks import Hook
 from attn_monitor.capture.ownership import in_backward
 from attn_monitor.head_weights import HeadWeights, head_weights
 from attn_monitor.linear_outputs import Output, has_matrix, is_candidate, own_output, packed_outputs
+from attn_monitor.phrases import error_line
 from attn_monitor.probe import AttentionProbe
 from attn_monitor.records import AttentionCall
 from attn_monitor.unseen import unseen
@@ -76,10 +78,10 @@ class ProjectionFinder:
         self._around = {record: _around(owner, parents) for record, owner in owners.items() if owner is not None}
         for module in {module: None for around in self._around.values() for module in around}:
             if isinstance(module, nn.MultiheadAttention):
-                hook = _Hook(partial(self._keep, packed_outputs))
+                hook = Hook(partial(self._keep, packed_outputs))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             elif is_candidate(module) and not isinstance(module, torch.jit.ScriptModule):
-                hook = _Hook(partial(self._keep, own_output))
+                hook = Hook(partial(self._keep, own_output))
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         self._hidden = any(self._probe.owner(name) is None for name in self._probe.owners)
         self._probe.show_calls(self._compare)
@@ -166,7 +168,7 @@ class ProjectionFinder:
 
 
 def _told(error: Exception) -> str:
-    return f"looking for its weights failed: {type(error).__name__}: {error}"
+    return f"looking for its weights failed: {error_line(error)}"
 
 
 def _around(owner: nn.Module | None, parents: dict[nn.Module, nn.Module]) -> list[nn.Module]:
@@ -177,29 +179,3 @@ def _around(owner: nn.Module | None, parents: dict[nn.Module, nn.Module]) -> lis
             return inside
         owner = parents.get(owner)
     return []
-
-
-def _nothing(*_: Any) -> None:
-    """What becomes of a hook in a copied or unpickled model."""
-
-
-def _inert() -> Callable[..., None]:
-    return _nothing
-
-
-class _Hook:
-    """A hook that is inert in copies of the model."""
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __call__(self, *call: Any) -> None:
-        self.function(*call)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, ()

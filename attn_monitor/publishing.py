@@ -15,6 +15,7 @@ from attn_monitor.dashboards.tables import Rows, Snapshot, event_records
 from attn_monitor.dashboards.tensorboard import Dashboard
 from attn_monitor.loop import Loop
 from attn_monitor.notices import surviving
+from attn_monitor.phrases import error_line
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.stored_events import note_records
@@ -162,7 +163,7 @@ class Publisher:
                 if self._dashboard.write_scalars(logger, tags, step):
                     return {}
             except Exception as error:
-                failed[name] = f"{type(error).__name__}: {error}"
+                failed[name] = error_line(error)
         log_scalars(logger, tags, step)  # raises if something is wrong with the logger itself
         if failed:
             self._broken.add(at_once)
@@ -182,7 +183,7 @@ class Publisher:
             return {name: draw(name, snapshot, self._rule.default_limit) for name in names}
         except Exception as error:
             self._broken.add("drawing")
-            self._tell([f"images ({type(error).__name__}: {error})"])
+            self._tell([f"images ({error_line(error)})"])
             return {}
 
     def _log_pictures(self, loop: Loop, pictures: Mapping[str, Picture], step: int) -> None:
@@ -194,7 +195,7 @@ class Publisher:
                 log_pictures(logger, tagged, step)
             except Exception as error:
                 self._broken.add(name)
-                self._report(f"{name} gets no more images ({type(error).__name__}: {error}); scalars go on")
+                self._report(f"{name} gets no more images ({error_line(error)}); scalars go on")
 
 
 def _named(loggers: Sequence[Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from attn_monitor.clip_effect import NOT_FOLLOWED, Effects, head_lengths, larges
 from attn_monitor.clip_records import Clipped, ClippedHead, first_clip, heads_by_reason
 from attn_monitor.head_weights import HeadWeights, weight_refusal
 from attn_monitor.linear_outputs import Slice
+from attn_monitor.phrases import error_line
 from attn_monitor.probe import AttentionProbe
 from attn_monitor.projections import ProjectionFinder
 from attn_monitor.records import AttentionStatistics
@@ -300,7 +301,7 @@ def _processes() -> int:
 
 
 def _told(error: Exception) -> str:
-    return f"QK-Clip failed and is off from now on: {type(error).__name__}: {error}"
+    return f"QK-Clip failed and is off from now on: {error_line(error)}"
 
 
 def _alike(entry: HeadWeights | str, agree: Callable[[bool], bool]) -> HeadWeights | str:

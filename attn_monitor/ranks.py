@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from attn_monitor.metric import AttentionMetric, LayerHeads
+from attn_monitor.phrases import error_line
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.sums import AttentionSums
 from attn_monitor.unseen import unseen
@@ -149,7 +150,7 @@ class RankReduction:
             raise
         except Exception as error:
             # The ranks may be out of step now, and one that waits for another would hold up the training.
-            self._broken = self._broken or f"{type(error).__name__}: {error}"
+            self._broken = self._broken or error_line(error)
             raise RankError(f"there are no more records, the processes lost each other: {self._broken}") from error
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
@@ -165,7 +166,7 @@ class RankReduction:
             with unseen():
                 dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group)
         except Exception as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = error_line(error)
             return tuple(flags)
         return tuple(bool(flag) for flag in raised.tolist())
 
@@ -214,7 +215,7 @@ class RankReduction:
         try:
             metric, known = self._filled(seen, statistics)
         except Exception as error:  # the others must not wait for what this rank can't send
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = error_line(error)
             seen = Seen(failure=self._failure)
             metric, known = self._filled(seen, statistics)
 

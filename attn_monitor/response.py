@@ -9,6 +9,7 @@ from attn_monitor.events import AttentionSaturationError, SaturationEvent
 from attn_monitor.judge import Judgement
 from attn_monitor.loop import Loop
 from attn_monitor.notices import Notices
+from attn_monitor.phrases import error_line
 
 EventHandler = Callable[[Any, Any, Sequence[SaturationEvent]], None]
 """Called with the trainer, the model and the events."""
@@ -87,4 +88,4 @@ class Responder:
             self._latest = path
             self._notices.add(f"step {step}: checkpoint saved, {path}")
         except Exception as error:
-            self._notices.add(f"saving a checkpoint at step {step} failed: {type(error).__name__}: {error}")
+            self._notices.add(f"saving a checkpoint at step {step} failed: {error_line(error)}")

@@ -15,7 +15,8 @@ Kind = Literal["linear", "log", "signed"]
 
 RATIO = "saturation_ratio"
 """The name of the number that the rule compares with its limit, in tables, tags and pictures."""
-_STANDARD_ERROR = "_standard_error"
+STANDARD_ERROR = "_standard_error"
+"""What follows the name of a statistic where its standard error is meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +116,4 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
 
 def scale_of(statistic: str) -> Scale:
     """Return the colour scale of a per-head number; a standard error has that of its statistic, others 0 to 1."""
-    return SCALES.get(statistic.removesuffix(_STANDARD_ERROR), _UNIT)
+    return SCALES.get(statistic.removesuffix(STANDARD_ERROR), _UNIT)

@@ -8,7 +8,7 @@ over heads. docs/alarms.md has the measurement.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from attn_monitor.diagnosis import SINK
@@ -43,7 +43,7 @@ class Collapse:
         self._below = self._below + 1 if found else 0
         return found if self._below >= self._rule.patience else {}
 
-    def forget(self, layers: Iterable[str]) -> None:
+    def forget(self) -> None:
         """Start counting afresh."""
         self._below = 0
 

@@ -19,10 +19,9 @@ from attn_monitor.publishing import Publisher
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.settings import describe
+from attn_monitor.tags import STAGE_PREFIXES
 
 TRAIN = "train"
-PREFIXES = {"validate": "val_", "test": "test_", "predict": "predict_"}
-"""What stands before the tags of each evaluation stage."""
 
 
 class ObservedStages:
@@ -73,7 +72,7 @@ class ObservedStages:
             self._publishers[stage] = Publisher(
                 self.statistics if training else self.statistics - GRADIENTS,
                 self.saturation,
-                self._own_prefix(loop) + PREFIXES.get(stage, ""),
+                self._own_prefix(loop) + STAGE_PREFIXES.get(stage, ""),
                 self._notices.add,
                 layout=self.custom_scalars and stage == self.stages[0],  # one a run
                 heads=self._judge.tracker.heads if training else None,

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 
 from attn_monitor.catalog import STATISTICS
-from attn_monitor.scales import RATIO, scale_of
+from attn_monitor.scales import RATIO, STANDARD_ERROR, scale_of
 
 PLUGIN = "attn_monitor"
 """The plugin name of the per-head tensors, and the first part of the model-wide tags."""
@@ -24,11 +24,12 @@ NOTE_RECORDS_TAG = f"{PLUGIN}/note_records"
 EVENTS_TAG = f"{PLUGIN}/events"
 SUMMARY_TAG = f"{PLUGIN}/summary"
 LEGEND_TAG = f"{PLUGIN}/legend"
+STAGE_PREFIXES = {"validate": "val_", "test": "test_", "predict": "predict_"}
+"""What stands before the tags of each evaluation stage."""
 OVERVIEW = "attn"
 """The group of model-wide curves, which TensorBoard sorts before all our others."""
 PICTURES = "attn_heads"
 HISTOGRAMS = "attn_heads_histogram"
-STANDARD_ERROR = "_standard_error"
 
 BESIDE_THE_CATALOG = {
     RATIO: "what the saturation rule compares with its limit: logit_row_std / sqrt(d_k) unless it says otherwise",
@@ -36,7 +37,7 @@ BESIDE_THE_CATALOG = {
     "nonfinite": "number of allowed logits that are nan or inf",
 }
 """The definitions of the per-head numbers that are no statistics."""
-CLIPPED_HEADS = "attn_monitor/clipped_heads"
+CLIPPED_HEADS = f"{PLUGIN}/clipped_heads"
 _MODEL_WIDE = {
     "clipped_heads": "heads whose weights QK-Clip rescaled after this step",
     "saturated_heads": "number of heads with an open event",

@@ -122,10 +122,9 @@ class SaturationTracker:
 
     def forget(self, layers: Iterable[str] | None = None) -> None:
         """Drop the memory of some layers, of all for `None`; the list of events stays."""
-        gone = list(self._layers) if layers is None else list(layers)
-        for layer in gone:
+        for layer in list(self._layers) if layers is None else layers:
             self._layers.pop(layer, None)
-        self._collapse.forget(gone)
+        self._collapse.forget()  # of the model as a whole, which is another one then
 
     @property
     def layers(self) -> frozenset[str]:

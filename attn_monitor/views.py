@@ -17,17 +17,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_monitor.catalog import STATISTICS, Direction
-from attn_monitor.scales import RATIO, scale_of
+from attn_monitor.scales import RATIO, STANDARD_ERROR, scale_of
 from attn_monitor.stored_events import is_note, names_a_head, parsed, worst_first
-from attn_monitor.tags import BESIDE_THE_CATALOG, STANDARD_ERROR
+from attn_monitor.tags import (
+    BESIDE_THE_CATALOG,
+    EVENTS_TAG,
+    HEAD_DIM_TAG,
+    LAYERS_TAG,
+    LEGEND_TAG,
+    NOTE_RECORDS_TAG,
+    NOTES_TAG,
+    PLUGIN,
+    RECORDS_TAG,
+    STAGE_PREFIXES,
+    SUMMARY_TAG,
+)
 
-STAGES: Mapping[str, str] = {"": "", "val_": "validation", "test_": "test", "predict_": "prediction"}
+_STAGE_WORDS = {"validate": "validation", "test": "test", "predict": "prediction"}
+STAGES: Mapping[str, str] = {"": "", **{prefix: _STAGE_WORDS[stage] for stage, prefix in STAGE_PREFIXES.items()}}
 """What the prefix of a stage stands for."""
-PREFIX = r"(?:monitor\d+_)?(?:val_|test_|predict_)?"
+PREFIX = rf"(?:monitor\d+_)?(?:{'|'.join(STAGE_PREFIXES.values())})?"
 """What may stand before a tag: the number of the monitor, of the second one on, and the stage."""
-_ROOT = "attn_monitor/"
-_LAYERS, _HEAD_DIM, _EVENTS, _NOTES = "layers", "head_dim", "event_records", "note_records"
-_NO_TABLES = {_LAYERS, _HEAD_DIM, _EVENTS, _NOTES, "events", "notes", "summary", "legend"}
+_ROOT = f"{PLUGIN}/"
+_BESIDE_TABLES = (LAYERS_TAG, HEAD_DIM_TAG, RECORDS_TAG, NOTE_RECORDS_TAG)
+_NO_TABLES = {tag.removeprefix(_ROOT) for tag in (*_BESIDE_TABLES, EVENTS_TAG, NOTES_TAG, SUMMARY_TAG, LEGEND_TAG)}
 _PREFIXED = re.compile(f"^{PREFIX}(?=attn(_|/))")
 _OVERVIEW = {*STATISTICS, *BESIDE_THE_CATALOG, "saturated_heads", "observed_layers", "sampling_error"}
 """What our group of model-wide curves, `attn`, holds; a user may have a group of that name too."""
@@ -118,7 +131,7 @@ def statistic_of(tag: str, prefix: str = "") -> str | None:
 
 def beside_tables(prefix: str = "") -> list[str]:
     """Return the tags of the names of the layers, of their head dimensions, of the events and of the notes."""
-    return [f"{prefix}{_ROOT}{name}" for name in (_LAYERS, _HEAD_DIM, _EVENTS, _NOTES)]
+    return [f"{prefix}{tag}" for tag in _BESIDE_TABLES]
 
 
 def threshold_of(content: bytes | str) -> float | None:

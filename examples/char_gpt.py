@@ -260,4 +260,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # more would spend most of their time waiting for each other where cores are few or busy
     sys.exit(main())

@@ -24,8 +24,8 @@ from attn_monitor.views import Table
 from tests.event_data import make_event
 from tests.flights import Planted, written
 from tests.models import LIGHTNING_ADVICE, Lit, fit, make_record
+from tests.stored_flights import make_flight
 from tests.summarized import collapsing, make_table
-from tests.test_report_flight import make_flight
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -151,6 +151,7 @@ def test_nothing_of_the_run_is_kept_alive() -> None:
     assert len(monitor.history) == 3
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_from_step_to_step() -> None:
     counts: list[int] = []
 

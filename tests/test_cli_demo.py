@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_monitor.cli import main
 from tests.models import LIGHTNING_ADVICE
@@ -23,9 +24,9 @@ def test_the_demo_flags_heads_and_says_what_to_do_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = (signal.getsignal(signal.SIGINT), warnings.showwarning)
+    before = (signal.getsignal(signal.SIGINT), warnings.showwarning, torch.get_num_threads())
     assert main(["demo", "--steps", "14", "--logdir", "logs"]) == 0
-    assert (signal.getsignal(signal.SIGINT), warnings.showwarning) == before
+    assert (signal.getsignal(signal.SIGINT), warnings.showwarning, torch.get_num_threads()) == before
     out, err = capsys.readouterr()
     assert err == ""
     assert "the scale 1/sqrt(d_k) is missing" in out

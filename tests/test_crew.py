@@ -18,13 +18,13 @@ from torch import Tensor
 
 from attn_monitor import crew, passes, tiles
 from attn_monitor.catalog import ALL, GRADIENTS
-from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
 from attn_monitor.rows import RowValues
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
 from attn_monitor.workspace import Workspaces
+from tests.gradient_sums import attention_gradient_sums
 from tests.reference import assert_same
 
 B, H, G, Q, K, D, V = 3, 4, 2, 37, 41, 7, 5
@@ -104,6 +104,7 @@ def test_small_calls_are_not_worth_a_thread() -> None:
     assert set(seen) == {threading.current_thread().name}
 
 
+@pytest.mark.slow
 def test_the_threads_of_torch_stay_as_the_user_set_them() -> None:
     code = """
 import threading, torch
@@ -120,6 +121,7 @@ print(*sorted(set(seen)), torch.get_num_threads())
     assert found == ["1", "30", "3"]  # inside, in a thread that is made later, in the user's own
 
 
+@pytest.mark.slow
 def test_the_copy_for_new_threads_is_that_of_the_process_not_of_the_caller() -> None:
     code = """
 import threading, torch
@@ -144,6 +146,7 @@ print(torch.get_num_threads(), *seen)
     assert run.stdout.split() == ["4", "4"]
 
 
+@pytest.mark.slow
 def test_a_thread_that_outlives_the_main_one_computes_by_itself() -> None:
     code = """
 import threading, time
@@ -160,6 +163,7 @@ threading.Thread(target=late, name="late").start()
     assert run.stdout.split() == ["7", "late"]
 
 
+@pytest.mark.slow
 def test_a_system_without_threads_to_spare_hangs_nothing() -> None:
     code = """
 import threading, torch
@@ -243,6 +247,7 @@ def test_inference_mode_and_gradients_are_off_and_on_as_outside() -> None:
     assert seen == [(False, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_threads_of_its_own() -> None:
     code = """

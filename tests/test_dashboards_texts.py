@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from attn_monitor.dashboards.growth import Growth
+from attn_monitor.dashboards.first_factors import FirstFactors
 from attn_monitor.dashboards.tables import Rows, event_records, overview
 from attn_monitor.dashboards.texts import escape, event_page, legend_page, summary_page
 from attn_monitor.events import SaturationEvent
@@ -124,7 +124,7 @@ def test_records_have_null_for_what_is_not_finite() -> None:
 
 
 def test_the_summary_of_the_first_record_says_of_nothing_that_it_grew() -> None:
-    rows, growth = Rows(), Growth()
+    rows, growth = Rows(), FirstFactors()
     first = {"b": make_record(2, logit_row_std=[0.8, 6.0], q_rms=[1.0, 3.0])}
     shot = rows.take(10, first, RULE)
     growth.take(shot)
@@ -145,8 +145,15 @@ def test_the_summary_of_the_first_record_says_of_nothing_that_it_grew() -> None:
     ]
 
 
+def test_a_factor_that_changed_its_sign_did_not_grow() -> None:
+    rows, growth = Rows(), FirstFactors()
+    growth.take(rows.take(10, {"b": make_record(2, logit_row_std=[6.0, 6.0], scale_ratio=[-1.0, -1.0])}, RULE))
+    shot = rows.take(20, {"b": make_record(2, logit_row_std=[6.0, 6.0], scale_ratio=[3.0, -2.0])}, RULE)
+    assert [growth.of(shot, 0, head) for head in (0, 1)] == [{}, {"scale_ratio": 2.0}]
+
+
 def test_the_summary_names_the_worst_heads_and_what_grew() -> None:
-    rows, growth = Rows(), Growth()
+    rows, growth = Rows(), FirstFactors()
     first = {
         "b": make_record(2, logit_row_std=[0.8, 0.8], q_rms=[1.0, 1.0], k_rms=[2.0, 2.0]),
         "a": make_record(1, logit_row_std=[0.8], q_rms=[1.0], k_rms=[2.0]),
@@ -169,7 +176,7 @@ def test_the_summary_names_the_worst_heads_and_what_grew() -> None:
 
 
 def test_the_summary_has_ten_heads_at_most_and_stands_a_record_without_numbers() -> None:
-    rows, growth = Rows(), Growth()
+    rows, growth = Rows(), FirstFactors()
     many = rows.take(0, {"a": make_record(31, logit_row_std=[float(head) for head in range(31)])}, RULE)
     growth.take(many)
     page = summary_page(many, growth, 26)
@@ -191,7 +198,7 @@ def test_the_summary_has_ten_heads_at_most_and_stands_a_record_without_numbers()
 
 
 def test_growth_counts_from_the_first_record_of_each_head() -> None:
-    rows, growth = Rows(), Growth()
+    rows, growth = Rows(), FirstFactors()
     growth.take(rows.take(3, {"a": make_record(1, q_rms=[2.0])}, RULE))
     shot = rows.take(5, {"b": make_record(2, q_rms=[4.0, math.nan]), "a": make_record(1, q_rms=[3.0])}, RULE)
     growth.take(shot)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -26,6 +26,7 @@ def test_checksums_are_those_of_tensorboard(length: int) -> None:
     assert masked_crc32c(data) == reference(data)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # old versions of hypothesis make long ones slowly
 @given(st.binary(min_size=250, max_size=700))
 def test_checksums_of_any_bytes(data: bytes) -> None:
     assert masked_crc32c(data) == reference(data)

@@ -143,6 +143,7 @@ def test_a_loss_that_is_inf_by_itself_has_the_next_step_observed(tmp_path: Path)
     assert monitor.flight_recorder.wants_next is False
 
 
+@pytest.mark.slow
 def test_a_loss_that_turns_again_and_again_fills_no_disk(tmp_path: Path) -> None:
     logger, monitor = CSVLogger(tmp_path), AttentionMonitor()
     _, said = fit(Overflowing(*range(1, 30, 2)), monitor, 30, logger=logger)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attn_monitor import tiles
 from attn_monitor.catalog import GRADIENTS
-from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
+from tests.gradient_sums import attention_gradient_sums
 from tests.reference import assert_matches, dense_logits, gradient_reference
 from tests.surroundings import hostile_surroundings
 

@@ -120,9 +120,10 @@ def test_a_usual_scale_gets_no_remark(ratio: tuple[float, float] | None) -> None
 def test_an_unusual_scale_gets_a_remark_one_for_all_layers_that_have_it() -> None:
     missing, twice = (32**0.5, 32**0.5), (32**-0.5, 32**-0.5)
     assert remarks(missing, (1.0, 1.0), twice, missing, missing, (0.5, 3.0), missing, missing) == [
-        "layers.0, layers.3, layers.4 and 2 more: the scale is 5.66 x 1/sqrt(d_k): perhaps the scale 1/sqrt(d_k) is missing, fine if "
-        "the design wants it so",
-        "layers.2: the scale is 0.177 x 1/sqrt(d_k): perhaps 1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice, fine if the design wants it so",
+        "layers.0, layers.3, layers.4 and 2 more: the scale is 5.66 x 1/sqrt(d_k): perhaps the scale 1/sqrt(d_k) is "
+        "missing, fine if the design wants it so",
+        "layers.2: the scale is 0.177 x 1/sqrt(d_k): perhaps 1/d_k stands in place of 1/sqrt(d_k), or the scale "
+        "is applied twice, fine if the design wants it so",
         "layers.5: the scale is 0.5..3 x 1/sqrt(d_k): fine if the design wants it so",
     ]
 
@@ -130,7 +131,7 @@ def test_an_unusual_scale_gets_a_remark_one_for_all_layers_that_have_it() -> Non
 @pytest.mark.parametrize("head_dim", [None, 1])
 def test_without_a_depth_there_is_no_guess(head_dim: int | None) -> None:
     assert remarks((2.0, 2.0), head_dim=head_dim) == [
-        "layers.0: the scale is 2 x 1/sqrt(d_k): perhaps the scale is doubled, fine if the design wants it so"
+        "layers.0: the scale is 2 x 1/sqrt(d_k): fine if the design wants it so"
     ]
 
 

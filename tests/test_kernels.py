@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.overrides import TorchFunctionMode
 
 from attn_monitor import AttentionProbe, AttentionStatistics
 from attn_monitor.capture.kernels.flash import read_varlen
@@ -21,10 +22,10 @@ from attn_monitor.capture.kernels.flex import read as read_flex
 from attn_monitor.capture.kernels.nested import from_nested
 from attn_monitor.capture.kernels.registry import operator_adapter, read_kernel
 from attn_monitor.catalog import resolve_statistics
-from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.metric import AttentionMetric
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
+from tests.gradient_sums import attention_gradient_sums
 from tests.reference import assert_matches, attention_reference, gradient_reference
 
 B, H, G, Q, K, D, V = 2, 6, 3, 7, 11, 5, 4
@@ -106,6 +107,21 @@ class TestFlex:
         with torch.no_grad():
             stats, _ = watched(lambda *qkv: flex_attention(*qkv, causal, enable_gqa=True), self.q, self.k, self.v)
         assert_matches(stats, attention_reference(self.q, self.k, is_causal=True))
+
+    def test_function_modes_take_no_notice_of_a_score_mod(self) -> None:
+        noticed, bias = list[Any](), normal(H, Q, K)
+
+        class Noticing(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                noticed.append(func)
+                return func(*args, **(kwargs or {}))
+
+        mask = (torch.zeros(1, 1, 1), lambda b, h, i, j: j <= i)
+        with Noticing():
+            call = read_flex(self.q, self.k, self.v, lambda s, b, h, i, j: s.tanh() + bias[h, i, j], mask, 0.5).make()
+        assert not {Tensor.tanh, Tensor.__getitem__, Tensor.add} & set(noticed)
+        keys = self.k.repeat_interleave(H // G, 1)
+        torch.testing.assert_close(call.logits, (0.5 * self.q @ keys.mT).tanh() + bias)
 
     def test_its_gradients_follow_from_the_output(self) -> None:
         """The operator has no backward on the CPU, so its adapter is asked directly."""

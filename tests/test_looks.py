@@ -11,12 +11,12 @@ from torch import Tensor
 
 from attn_monitor import looks as looks_module
 from attn_monitor.catalog import ALL, FACTORS, GRADIENTS, HEADLINE
-from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.looks import SMALL, Looks
 from attn_monitor.records import AttentionCall
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from attn_monitor.statistics import attention_rows, attention_sums
 from attn_monitor.sums import AttentionSums
+from tests.gradient_sums import attention_gradient_sums
 from tests.reference import assert_same
 
 B, Q, K, D, V = 3, 17, 19, 7, 5

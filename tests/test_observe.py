@@ -138,6 +138,7 @@ def test_compiled_without_graph_breaks_and_recorded_when_watched() -> None:
     assert traced == [1]
 
 
+@pytest.mark.slow
 # Dynamo looks at .grad of every tensor that enters a graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_full_graph_gives_the_whole_record_gradients_included() -> None:

@@ -75,7 +75,17 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 
 ROOMS = {
-    "words": {"catalog", "records", "settings", "unseen", "scales", "tags", "checksum", "tensor_parallel"},
+    "words": {
+        "catalog",
+        "records",
+        "settings",
+        "unseen",
+        "phrases",
+        "scales",
+        "tags",
+        "checksum",
+        "tensor_parallel",
+    },
     "numerics": {
         "functional",
         "arguments",

@@ -81,6 +81,7 @@ def fit(callback: Any = None, kind: type[Block] = Block, accumulate: int = 1) ->
 SATURATED = pytest.mark.filterwarnings("ignore::attn_monitor.events.AttentionWarning")
 
 
+@pytest.mark.slow
 @SATURATED
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_runs_away_stays_about_tau_with_clipping_and_does_not_without(accumulate: int) -> None:

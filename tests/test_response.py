@@ -317,6 +317,7 @@ BESIDE = ("flight", "history")
 """What is restored for itself; it has tests of its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [None, "junk", -1, [], {}, float("nan")], ids=repr)
 def test_a_damaged_state_is_restored_whole_or_not_at_all(junk: Any) -> None:
     donor = AttentionMonitor()

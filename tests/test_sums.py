@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_monitor.catalog import ALL, GRADIENTS
-from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall, AttentionStatistics
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums, pool_moments
+from tests.gradient_sums import attention_gradient_sums
 from tests.reference import assert_matches, attention_reference
 
 B, H, Q, D, V = 5, 3, 11, 7, 5

@@ -11,12 +11,12 @@ from torch import Tensor
 from attn_monitor import AttentionStatistics
 from attn_monitor.catalog import STATISTICS
 from attn_monitor.functional import attention_statistics
-from attn_monitor.gradients import attention_gradient_sums
 from attn_monitor.records import AttentionCall
 from attn_monitor.softmax_gradients import qualifying_entries, softmax_gradient_sums
 from attn_monitor.statistics import attention_sums
 from attn_monitor.sums import AttentionSums
 from attn_monitor.uncertainty import variance_of_sum
+from tests.gradient_sums import attention_gradient_sums
 from tests.reference import gradient_reference
 
 B, H, T, D, V, SAMPLED, DRAWS = 3, 2, 101, 7, 5, 23, 200

@@ -168,6 +168,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
 def test_peak_memory_does_not_grow_with_the_square_of_the_length() -> None:
     # All logits of one head would be 1024 MiB. Rows are sampled, for all of them would take half a minute.

@@ -128,8 +128,6 @@ CONVOLUTION_1D = _spellings("conv1d")
 CONVOLUTION = CONVOLUTION_1D | _spellings("conv2d")
 """Functions that make channels of a weight, or mix the heads of the scores (talking heads as 1 x 1 convolution)."""
 
-BACKWARD = _spellings("backward") | {torch.autograd.backward, torch.autograd.grad}
-
 _ATEN = {
     "_unsafe_view": "view",
     "_reshape_alias": "view",

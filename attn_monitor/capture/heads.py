@@ -105,15 +105,15 @@ def shared_axes(left: tuple[Axis, ...], right: tuple[Axis, ...], sides: tuple[Si
 
 def find_heads(
     shared: Named, free: Named, sides: tuple[Side, Side], alone: Side | None, right_sizes: Mapping[str, int]
-) -> tuple[tuple[Axis, ...], bool]:
-    """Return the axes that are heads, outermost first, and whether that is known."""
+) -> tuple[Axis, ...]:
+    """Return the axes that are heads, outermost first; none where that is not known."""
     heads = _sibling_heads(list(shared.values()), sides)
     if alone is not None:
-        return _in_order(heads, shared, free, alone), True
+        return _in_order(heads, shared, free, alone)
     if any(side.doubtful for side in sides) or (not heads and all(side.own_heads for side in sides)):
-        return (), False
+        return ()
     if heads:
-        return tuple(heads), True
+        return tuple(heads)
     return _guess_heads(list(shared.values()), [right_sizes.get(dim, 1) for dim in shared])
 
 
@@ -143,11 +143,11 @@ def _in_order(heads: list[Axis], shared: Named, free: Named, alone: Side) -> tup
     return tuple(every)
 
 
-def _guess_heads(shared: list[tuple[Axis, ...]], right_sizes: list[int]) -> tuple[tuple[Axis, ...], bool]:
+def _guess_heads(shared: list[tuple[Axis, ...]], right_sizes: list[int]) -> tuple[Axis, ...]:
     """Choose the head axes where no axis is a sibling of the contracted one."""
     if len(shared) >= 2:
         # Grouped queries against a broadcast key head: the heads are (key head, group).
         grouped = len(shared) >= 3 and right_sizes[-1] == 1
-        return tuple(axis for axes in shared[-2 if grouped else -1 :] for axis in axes), True
+        return tuple(axis for axes in shared[-2 if grouped else -1 :] for axis in axes)
     # Of what is folded into one dimension nothing tells heads from frames or windows.
-    return (), False
+    return ()

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from attn_monitor.capture.hooks import Hook, nothing
+
 
 def in_backward() -> bool:
     """Tell whether this thread is executing a backward pass: a forward seen now is a recomputation."""
@@ -33,33 +35,20 @@ class _Running(threading.local):
         self.frames: list[tuple[nn.Module, bool]] = []
 
 
-def _nothing(*_: Any) -> None:
-    """What becomes of a hook in a copied or unpickled model."""
+class _Hook(Hook):
+    """A hook that is told the module alone, and that does not raise."""
 
-
-class _Hook:
-    """A forward hook that is inert in copies of the model: they must not report to this monitor."""
-
-    __slots__ = ("failed", "function")
+    __slots__ = ("failed",)
 
     def __init__(self, function: Callable[[nn.Module], None], failed: Callable[[Exception], None]) -> None:
-        self.function, self.failed = function, failed
+        super().__init__(function)
+        self.failed = failed
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         try:
             self.function(module)
         except Exception as error:  # of ours, and not the model's
             self.failed(error)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, ()
-
-
-def _inert() -> Callable[..., None]:
-    return _nothing
 
 
 class _EntryPoint:
@@ -180,7 +169,7 @@ class ModuleTracker:
     """
 
     def __init__(
-        self, mode: WatchingMode, on_start: Callable[[], None], on_error: Callable[[Exception], None] = _nothing
+        self, mode: WatchingMode, on_start: Callable[[], None], on_error: Callable[[Exception], None] = nothing
     ) -> None:
         self._mode: TorchFunctionMode = mode
         self._starts = mode.starts

@@ -88,8 +88,8 @@ class Product:
         left_dims: A letter per dimension of `left`; alike for `right_dims` and `out_dims`.
         shared: By letter, the axes of the dimensions both factors and the product have, in the order of the product.
         free: By letter, the axes of the dimensions only one factor and the product have, in the order of the factors.
-        heads: Those of all these that are heads, outermost first.
-        heads_known: False if nothing told which axis the heads are, so that all are pooled as one.
+        heads: Those of all these that are heads, outermost first; none if nothing told which, so that all are pooled as
+            one.
         scales: What `left` and `right` had been multiplied with.
         weights: Whether `left` and `right` are weights, not activations.
         depth: The length of the contracted axis: d_k.
@@ -103,7 +103,6 @@ class Product:
     shared: dict[str, tuple[Axis, ...]]
     free: dict[str, tuple[Axis, ...]]
     heads: tuple[Axis, ...]
-    heads_known: bool
     scales: tuple[Scale, Scale]
     weights: tuple[bool, bool]
     depth: int
@@ -189,7 +188,7 @@ def multiply(
         # Two free dimensions of a weight, as in a projection straight into heads, are one embedding split in two.
         parent = Axis(math.prod(sizes[dim] for dim in side.free)) if side.weight else None
         free |= {dim: free_axes(side, dim, sizes[dim], parent, split=side is alone) for dim in side.free}
-    heads, known = find_heads(shared, free, sides, alone, right_sizes)
+    heads = find_heads(shared, free, sides, alone, right_sizes)
     made = shared | free
     product = Product(
         left=left,
@@ -200,7 +199,6 @@ def multiply(
         shared=shared,
         free=free,
         heads=heads,
-        heads_known=known,
         scales=(_along(scales[0], left_axes, made), _along(scales[1], right_axes, made)),
         weights=weights,
         depth=math.prod(left_sizes[dim] for dim in contracted),

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no hints
 
 from attn_monitor.callback import AttentionMonitor
-from attn_monitor.commands.errors import FAILED, OK, CommandError, told
+from attn_monitor.commands.errors import FAILED, OK, CommandError
 from attn_monitor.events import AttentionWarning, SaturationEvent
+from attn_monitor.phrases import error_line
 from attn_monitor.reports.terminal import say
 
 VOCABULARY = 128  # ASCII
@@ -119,7 +120,7 @@ def run_demo(logdir: Path, *, steps: int, seed: int, healthy: bool) -> int:
         Path(logger.log_dir).mkdir(parents=True)
     except OSError as error:
         raise CommandError(
-            f"nothing can be written to {logger.log_dir} ({told(error)}); choose another with --logdir", FAILED
+            f"nothing can be written to {logger.log_dir} ({error_line(error)}); choose another with --logdir", FAILED
         ) from error
     how = "with the scale 1/sqrt(d_k) and QK-norm" if healthy else "without the scale 1/sqrt(d_k), and fast"
     say(f"training {LAYERS} layers of {HEADS} heads for {steps} steps, {how}")
@@ -135,7 +136,7 @@ def run_demo(logdir: Path, *, steps: int, seed: int, healthy: bool) -> int:
 
 def _train(logger: TensorBoardLogger, steps: int, seed: int, healthy: bool) -> AttentionMonitor:
     monitor, bar = AttentionMonitor(every_n_steps=EVERY), _Bar(steps)
-    with _quiet(bar):
+    with _quiet(bar), _one_thread():
         torch.manual_seed(seed)
         model = _Model(_text(), seed, healthy)
         trainer = pl.Trainer(
@@ -182,6 +183,20 @@ def _quiet(bar: _Bar) -> Iterator[None]:
             logger.setLevel(level)
         if before is not None:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: the matrices are small, and threads would wait for each other most of the time.
+
+    On a busy machine that takes several times as long.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _outcome(events: list[SaturationEvent]) -> list[str]:

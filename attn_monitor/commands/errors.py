@@ -16,14 +16,3 @@ class CommandError(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-def told(error: BaseException) -> str:
-    r"""Return an error in one line.
-
-    Example:
-        >>> told(ValueError("no data\nand more"))
-        'ValueError: no data'
-    """
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from attn_monitor.commands.errors import FAILED, OK, USAGE, CommandError, told
+from attn_monitor.commands.errors import FAILED, OK, USAGE, CommandError
+from attn_monitor.phrases import error_line
 from attn_monitor.reports.terminal import say
 
 
@@ -72,15 +73,15 @@ def _imported(module_name: str) -> Any:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise CommandError(f"no module named {missing!r} here or among the installed ones", USAGE) from error
-        raise CommandError(f"importing {module_name} failed: {told(error)}", FAILED) from error
+        raise CommandError(f"importing {module_name} failed: {error_line(error)}", FAILED) from error
     except SystemExit as error:
         raise CommandError(
-            f"importing {module_name} ended the program ({told(error)}): "
+            f"importing {module_name} ended the program ({error_line(error)}): "
             'put what it does as a script below `if __name__ == "__main__":`',
             FAILED,
         ) from error
     except Exception as error:
-        raise CommandError(f"importing {module_name} failed: {told(error)}", FAILED) from error
+        raise CommandError(f"importing {module_name} failed: {error_line(error)}", FAILED) from error
 
 
 def _hint(place: Any, wanted: str) -> str:
@@ -97,7 +98,7 @@ def _run(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     try:
         return function(*args, **kwargs)
     except (Exception, SystemExit) as error:
-        raise CommandError(f"{what} failed: {told(error)}", FAILED) from error
+        raise CommandError(f"{what} failed: {error_line(error)}", FAILED) from error
 
 
 def _sample(target: str, returned: Any) -> tuple[Any, Sequence[Any], dict[str, Any]]:

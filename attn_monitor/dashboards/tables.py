@@ -17,8 +17,7 @@ from attn_monitor.catalog import STATISTICS
 from attn_monitor.events import NONFINITE, SaturationEvent
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.saturation import SaturationRule
-from attn_monitor.scales import RATIO
-from attn_monitor.tags import STANDARD_ERROR
+from attn_monitor.scales import RATIO, STANDARD_ERROR
 from attn_monitor.tracking import Changes
 
 _NOT_PER_HEAD = {"rows", "masked_rows", "scale"}

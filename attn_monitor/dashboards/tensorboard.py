@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from attn_monitor.catalog import STATISTICS
 from attn_monitor.dashboards.fast_records import hasten_checksums
+from attn_monitor.dashboards.first_factors import FirstFactors
 from attn_monitor.dashboards.given import Given
-from attn_monitor.dashboards.growth import Growth
 from attn_monitor.dashboards.layout import bands, categories_written, is_ours
 from attn_monitor.dashboards.pictures import Picture
 from attn_monitor.dashboards.summaries import Summaries, bucketed
 from attn_monitor.dashboards.tables import Snapshot, event_records, overview
 from attn_monitor.dashboards.texts import event_page, legend_page, note_page, summary_page
+from attn_monitor.phrases import error_line
 from attn_monitor.saturation import SaturationRule
 from attn_monitor.scales import RATIO
 from attn_monitor.stored_events import note_records
@@ -77,7 +78,7 @@ class Dashboard:
         self._rule = rule
         self._prefix = prefix
         self._layout = layout
-        self._growth = Growth()
+        self._growth = FirstFactors()
         self._overview = Given()
         self._described: set[str] = set()
         self._given_up: set[str] = set()
@@ -303,4 +304,4 @@ def _send(writer: Any, summaries: Summaries, step: int) -> None:
 
 
 def _problem(kind: str, error: Exception) -> str:
-    return f"{kind} ({type(error).__name__}: {error})"
+    return f"{kind} ({error_line(error)})"

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from attn_monitor.dashboards.growth import Growth, most_grown
+from attn_monitor.dashboards.first_factors import FirstFactors, most_grown
 from attn_monitor.dashboards.tables import Snapshot
 from attn_monitor.events import SaturationEvent, by_topic, heading, worst_first
 from attn_monitor.growth import PRODUCT
+from attn_monitor.phrases import count
 from attn_monitor.scales import RATIO, scale_of
 from attn_monitor.tags import definition, direction
 from attn_monitor.tracking import Changes
@@ -46,7 +47,10 @@ def event_page(step: int, changes: Changes) -> str:
     if changes.ended:
         names = [f"head {event.head} of {escape(event.layer)}" for event in changes.ended[:_LISTED]]
         names += _more(changes.ended)
-        parts += [f"#### step {step}: {_heads(len(changes.ended))} recovered", "\n".join(f"- {name}" for name in names)]
+        parts += [
+            f"#### step {step}: {count(len(changes.ended), 'head')} recovered",
+            "\n".join(f"- {name}" for name in names),
+        ]
     return "\n\n".join(parts)
 
 
@@ -71,14 +75,14 @@ def _event_sections(events: Sequence[SaturationEvent]) -> list[str]:
     return [*sections, *_more(events), table]
 
 
-def summary_page(snapshot: Snapshot, growth: Growth, saturated_heads: int) -> str:
+def summary_page(snapshot: Snapshot, growth: FirstFactors, saturated_heads: int) -> str:
     """Return the state of the model: how many heads are saturated, the worst of them, and what grew since when."""
     ratios = snapshot.tables.get(RATIO)
     observed = sum(heads for heads, limit in zip(snapshot.heads, snapshot.limits, strict=True) if not np.isnan(limit))
-    layers = f"{len(snapshot.layers)} layer{'' if len(snapshot.layers) == 1 else 's'}"
-    start = f"**step {snapshot.step}: {saturated_heads} of {_heads(observed)} saturated**, in {layers}"
+    layers = count(len(snapshot.layers), "layer")
+    start = f"**step {snapshot.step}: {saturated_heads} of {count(observed, 'head')} saturated**, in {layers}"
     if broken := int(snapshot.broken.sum()):
-        told = f"{saturated_heads} of {_heads(observed)} with an event, {broken} of them with nan or inf logits"
+        told = f"{saturated_heads} of {count(observed, 'head')} with an event, {broken} of them with nan or inf logits"
         start = f"**step {snapshot.step}: {told}**, in {layers}"
     if ratios is None or not (np.isfinite(ratios).any() or snapshot.broken.any()):
         return f"{start}; no saturation ratio was measured."
@@ -122,7 +126,7 @@ def legend_page(snapshot: Snapshot, names: Iterable[str], curves: int) -> str:
             f"{curves} curves are logged for {len(layers)} layers, whatever the number of heads; the monitor's "
             "`statistics=[...]` chooses fewer.",
             _table(["row", "layer", "heads"], layers[:_ROW_NAMES]),
-            *([f"and {len(layers) - _ROW_NAMES} more layers"] if len(layers) > _ROW_NAMES else []),
+            *([f"and {count(len(layers) - _ROW_NAMES, 'more layer')}"] if len(layers) > _ROW_NAMES else []),
         ]
     )
 
@@ -134,10 +138,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _more(things: Sequence[object]) -> list[str]:
     return [f"and {len(things) - _LISTED} more"] if len(things) > _LISTED else []
-
-
-def _heads(count: int) -> str:
-    return f"{count} head{'' if count == 1 else 's'}"
 
 
 def _ratio(event: SaturationEvent) -> str:

@@ -13,6 +13,7 @@ from transformers.trainer_utils import IntervalStrategy
 from attn_monitor.guarding import guarded
 from attn_monitor.integrations.transformers_loop import TransformersLoop, calling_trainer, resumed_from
 from attn_monitor.monitoring import Monitoring
+from attn_monitor.phrases import error_line
 from attn_monitor.stages import TRAIN
 
 STATE_FILE = "attn_monitor_state.pt"
@@ -129,7 +130,7 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
             try:
                 torch.save(self.state_dict(), folder / STATE_FILE)
             except Exception as error:  # a full disk is the Trainer's to tell of
-                self._notices.add(f"saving the monitor's state failed: {type(error).__name__}: {error}")
+                self._notices.add(f"saving the monitor's state failed: {error_line(error)}")
 
     @guarded()
     def on_train_end(

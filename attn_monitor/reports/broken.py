@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from attn_monitor.reports.event_records import count
+from attn_monitor.events import NONFINITE
+from attn_monitor.phrases import count
 from attn_monitor.views import RunData
-
-_COUNTS = "nonfinite"
 
 
 def broken_since(run: RunData) -> dict[tuple[int, int], int]:
@@ -15,9 +14,9 @@ def broken_since(run: RunData) -> dict[tuple[int, int], int]:
 
     An observation without the head, as under layer drop, neither begins nor ends that.
     """
-    if _COUNTS not in run.tables or not run.tables[_COUNTS].values.size:
+    if NONFINITE not in run.tables or not run.tables[NONFINITE].values.size:
         return {}
-    steps, values = run.tables[_COUNTS]
+    steps, values = run.tables[NONFINITE]
     bad = values > 0
     places = np.arange(len(steps))[:, None, None]
     last_good = np.where(values == 0, places, -1).max(axis=0)
@@ -31,8 +30,8 @@ def broken_lines(run: RunData) -> list[str]:
     since = broken_since(run)
     if not since:
         return []
-    heads = int((~np.isnan(run.tables[_COUNTS].values)).any(axis=0).sum())
+    heads = int((~np.isnan(run.tables[NONFINITE].values)).any(axis=0).sum())
     (layer, head), step = min(since.items(), key=lambda item: (item[1], item[0]))
-    whose = f"{len(since)} of {count(range(heads), 'head')} {'has' if len(since) == 1 else 'have'}"
+    whose = f"{len(since)} of {count(heads, 'head')} {'has' if len(since) == 1 else 'have'}"
     when = f"{'' if len(since) == 1 else 'the first '}since step {step}: head {head} of {run.layers[layer]}"
     return [f"  {whose} nan or inf logits at the end, {when}"]

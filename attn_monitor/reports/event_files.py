@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from attn_monitor.checksum import masked_crc32c
+from attn_monitor.phrases import count
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -41,7 +42,7 @@ class Damage:
     def __str__(self) -> str:
         parts = []
         if self.records:
-            parts.append(f"{self.records} damaged record{'' if self.records == 1 else 's'} left out")
+            parts.append(f"{count(self.records, 'damaged record')} left out")
         if self.skipped:
             parts.append(f"{self.skipped} bytes that are no records left out")
         if self.unfinished:

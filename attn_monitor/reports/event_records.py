@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from attn_monitor.phrases import count
 from attn_monitor.stored_events import EventRecord, NoteRecord, is_note, names_a_head, parsed, worst_first
 from attn_monitor.tags import NOTES_FILE
 from attn_monitor.views import settle
@@ -57,7 +58,7 @@ def _read(
             steps.append((step, {}))
         steps[-1][1][what(record)] = record
     if damaged:
-        notes.append(f"{path}: {count(range(damaged), 'line')} without {noun} left out")
+        notes.append(f"{path}: {count(damaged, 'line')} without {noun} left out")
     return [record for _, records in settle(steps) for record in records.values()]
 
 
@@ -71,8 +72,8 @@ def event_lines(events: Sequence[EventRecord]) -> list[str]:
     critically = ", critical" if opened[0].get("severity") == "critical" else ""
     return [
         f"  first event{critically}: {opened[0].get('message') or _plain(opened[0])}",
-        f"  {count(flagged, 'head')} flagged, {len(critical)} of them critical, {len(open_heads(events))} still open "
-        "at the end",
+        f"  {count(len(flagged), 'head')} flagged, {len(critical)} of them critical, "
+        f"{len(open_heads(events))} still open at the end",
     ]
 
 
@@ -103,9 +104,3 @@ def open_heads(events: Iterable[EventRecord]) -> set[tuple[object, object]]:
     """Return the heads that have an event of some kind which did not end."""
     last = {(place(event), event.get("kind")): event.get("state") for event in events}
     return {head for (head, _), state in last.items() if state != "ended"}
-
-
-def count(things: Iterable[object], noun: str) -> str:
-    """Return how many there are, with the noun in its number."""
-    number = len(list(things))
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from attn_monitor.events import NONFINITE
 from attn_monitor.flight_records import FLIGHT_FILE, FlightRecord, from_json
-from attn_monitor.reports.event_records import count
+from attn_monitor.phrases import count
 from attn_monitor.reports.summary import aligned, shown
 from attn_monitor.reports.terminal import printable
 from attn_monitor.scales import RATIO
 from attn_monitor.views import RunData, Series, Table, run_name, series
 
-_COUNTS = "nonfinite"
 _NONE = "-"
 _BROKEN = "nan or inf"
 _SHOWN = 8
@@ -109,7 +109,7 @@ def summarize_flight(flight: Flight, *, brief: bool = False, said: str = "") -> 
     elif told:  # from the worst head on, whatever of it stands above
         lines += [f"  {line}" for line in told[:_MOST_TOLD]]
         if len(told) > _MOST_TOLD:
-            lines.append(f"  and {count(told[_MOST_TOLD:], 'line')} more in the file")
+            lines.append(f"  and {count(len(told) - _MOST_TOLD, 'line')} more in the file")
     return "\n".join(map(printable, [*lines, *(_last_observations(record) or _last_of(record))]))
 
 
@@ -137,7 +137,7 @@ def _last_observations(record: FlightRecord) -> list[str]:
 def _rows(record: FlightRecord) -> list[list[str]]:
     """Return step, loss, learning rates, gradient norm, largest ratio and its head of the last observations."""
     ratios = dict(zip((one.step for one in record.tabled), record.tables.get(RATIO, ()), strict=False))
-    counts = dict(zip((one.step for one in record.tabled), record.tables.get(_COUNTS, ()), strict=False))
+    counts = dict(zip((one.step for one in record.tabled), record.tables.get(NONFINITE, ()), strict=False))
     rows = []
     for one in record.observations[-_SHOWN:]:
         rates = [shown(rate) for rates in one.learning_rates for rate in rates]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_monitor import __version__
+from attn_monitor.flight_records import write_whole
 from attn_monitor.reports.terminal import printable
 from attn_monitor.reports.thinning import thin
 from attn_monitor.views import RunData, events, frames, run_meta, scalar
@@ -104,12 +105,7 @@ def write_report(
     """
     check_output(path)
     page, left_out = render_report(runs, summary, flights, megabytes=megabytes)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(page, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, page)
     return left_out
 
 

@@ -16,11 +16,13 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.util.tensor_util import make_ndarray
 
 from attn_monitor.flight_records import FLIGHT_FILE
+from attn_monitor.phrases import error_line
 from attn_monitor.reports.event_files import Damage, read_records
 from attn_monitor.reports.event_records import read_events, read_notes
 from attn_monitor.reports.flight import Flight, read_flights
+from attn_monitor.scales import RATIO
 from attn_monitor.stored_events import EventRecord, NoteRecord
-from attn_monitor.tags import EVENTS_FILE, NOTES_FILE
+from attn_monitor.tags import EVENTS_FILE, HEAD_DIM_TAG, LAYERS_TAG, NOTE_RECORDS_TAG, NOTES_FILE, PLUGIN, RECORDS_TAG
 from attn_monitor.views import PREFIX, RunData, Series, assemble, is_users, run_name, series, stages, threshold_of
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)")
@@ -28,10 +30,8 @@ _CSV = "metrics.csv"
 _MONITOR = r"(?P<prefix>(?:monitor\d+_)?)"
 _PARTED = re.compile(_MONITOR + "(.*)", re.DOTALL)
 _TOLD = {name: re.compile(_MONITOR + re.escape(name)) for name in (EVENTS_FILE, NOTES_FILE)}
-_PLUGIN = "attn_monitor"
-_RATIO, _DATED = "saturation_ratio", ("event_records", "note_records")
-_NAMES = ("layers", "head_dim")
-_TENSOR = re.compile(rf"(?P<prefix>{PREFIX}){_PLUGIN}/(?P<name>\w+)")
+_DATED, _NAMES = (RECORDS_TAG, NOTE_RECORDS_TAG), (LAYERS_TAG, HEAD_DIM_TAG)
+_TENSOR = re.compile(rf"(?P<prefix>{PREFIX}){PLUGIN}/(?P<name>\w+)")
 _OWN_SCALAR = re.compile(
     rb"\x09.{8}(?:\x10[\x80-\xff]*[\x00-\x7f])?"  # wall time, step
     rb"\x2a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f]"  # summary, value, tag
@@ -180,7 +180,7 @@ def _try_to_read(files: RunFiles, findings: Findings, progress: Progress) -> Non
     try:
         _read_run(files, findings, progress)
     except Exception as error:
-        findings.notes.append(f"{files.name} could not be read, {type(error).__name__}: {error}")
+        findings.notes.append(f"{files.name} could not be read, {error_line(error)}")
 
 
 def _read_run(files: RunFiles, findings: Findings, progress: Progress) -> None:
@@ -242,12 +242,12 @@ class _Stored:
     newest: dict[str, int] = field(default_factory=dict)
     """The last step of the tables by stage."""
 
-    def add_tensor(self, tag: str, prefix: str, name: str, step: int, array: NDArray[Any]) -> None:
+    def add_tensor(self, tag: str, prefix: str, step: int, array: NDArray[Any]) -> None:
         """Take in an array; a run that was resumed at an earlier step takes back what it told of later ones."""
-        if name not in _NAMES:
+        if tag.removeprefix(prefix) not in _NAMES:
             if step < self.newest.get(prefix, step):
                 for dated in _DATED:
-                    told = self.tensors.get(f"{prefix}{_PLUGIN}/{dated}", [])
+                    told = self.tensors.get(f"{prefix}{dated}", [])
                     told[:] = [(earlier, batch) for earlier, batch in told if earlier < step]
             self.newest[prefix] = step
         self.tensors.setdefault(tag, []).append((step, array))
@@ -292,10 +292,10 @@ def _take_tensor(tag: str, value: Any, step: int, stored: _Stored) -> None:
     stored.plugins[tag] = plugin
     if plugin == "scalars":
         stored.scalars.setdefault(tag, []).append((step, float(make_ndarray(value.tensor))))
-    elif plugin in (_PLUGIN, "") and (match := _TENSOR.fullmatch(tag)):  # the event that told may be lost
-        if match["name"] == _RATIO and match["prefix"] not in stored.thresholds:
+    elif plugin in (PLUGIN, "") and (match := _TENSOR.fullmatch(tag)):  # the event that told may be lost
+        if match["name"] == RATIO and match["prefix"] not in stored.thresholds:
             stored.thresholds[match["prefix"]] = threshold_of(value.metadata.plugin_data.content)
-        stored.add_tensor(tag, match["prefix"], match["name"], step, make_ndarray(value.tensor))
+        stored.add_tensor(tag, match["prefix"], step, make_ndarray(value.tensor))
 
 
 def _read_csv(path: Path, notes: list[str]) -> _Stored:

@@ -8,12 +8,14 @@ import re
 import numpy as np
 
 from attn_monitor.catalog import STATISTICS
-from attn_monitor.reports.event_records import count, event_lines, note_lines, place
+from attn_monitor.phrases import count
+from attn_monitor.reports.event_records import event_lines, note_lines, place
 from attn_monitor.reports.runs import ScalarRun
 from attn_monitor.reports.summary import aligned, losses_and_norms, shown
 from attn_monitor.reports.terminal import printable
+from attn_monitor.scales import RATIO
 from attn_monitor.stored_events import number, worst_first
-from attn_monitor.tags import EVENTS_FILE
+from attn_monitor.tags import EVENTS_FILE, PLUGIN
 from attn_monitor.views import Series
 
 _LAYER_TAG = re.compile(r"attn_(?!monitor/)\w+/(?P<layer>.+)")
@@ -25,7 +27,8 @@ def summarize_scalars(run: ScalarRun) -> str:
     layers = dict.fromkeys(match["layer"] for tag in run.scalars if (match := _LAYER_TAG.fullmatch(tag)))
     steps = sorted({step for points in run.scalars.values() for step in points.steps.tolist()})
     lines = [
-        f"{run.name}: {count(layers, 'layer')}, {count(steps, 'observation')}, steps {steps[0]} to {steps[-1]}",
+        f"{run.name}: {count(len(layers), 'layer')}, {count(len(steps), 'observation')}, "
+        f"steps {steps[0]} to {steps[-1]}",
         f"  {run.source} with means and worst heads of layers only: {_more(run)}",
     ]
     lines += event_lines(run.events)
@@ -70,7 +73,7 @@ def _flagged_heads(run: ScalarRun) -> list[str]:
 
 
 def _model_wide(run: ScalarRun) -> list[str]:
-    saturated = run.scalars.get("attn_monitor/saturated_heads")
+    saturated = run.scalars.get(f"{PLUGIN}/saturated_heads")
     lines = []
     if saturated is not None:
         above = np.flatnonzero(saturated.values > 0)
@@ -81,7 +84,7 @@ def _model_wide(run: ScalarRun) -> list[str]:
             )
         else:
             lines.append("  saturated heads: none at any step")
-    ratio = run.scalars.get("attn_monitor/saturation_ratio_max")
+    ratio = run.scalars.get(f"{PLUGIN}/{RATIO}_max")
     if ratio is not None and not np.isnan(ratio.values).all():
         at = int(np.nanargmax(ratio.values))
         lines.append(

@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_monitor.diagnosis import FACTORS, explain
+from attn_monitor.events import NONFINITE
+from attn_monitor.phrases import count
 from attn_monitor.reports.broken import broken_lines, broken_since
-from attn_monitor.reports.event_records import count, event_lines, note_lines, place
+from attn_monitor.reports.event_records import event_lines, note_lines, place
 from attn_monitor.reports.growth import growth_in_words
 from attn_monitor.reports.terminal import printable
+from attn_monitor.scales import RATIO
 from attn_monitor.views import STAGES, RunData, Series
 
-_RATIO = "saturation_ratio"
 _SHOWN = 5
 _BESIDE = ("entropy_normalized", "jacobian_trace", "grad_logits_norm")
 _LOSS = re.compile(r"(?<![a-z])loss(?![a-z])", re.IGNORECASE)
@@ -60,10 +62,9 @@ def _printable_run(run: RunData) -> RunData:
 def _heading(run: RunData) -> str:
     steps = run.steps
     heads = next((table.values.shape[2] for table in run.tables.values()), 0)
-    seen = f"{len(steps)} observation{'' if len(steps) == 1 else 's'}"
     when = f", steps {steps[0]} to {steps[-1]}" if len(steps) else ""
-    layers = f"{len(run.layers)} layer{'' if len(run.layers) == 1 else 's'}"
-    return f"{run.name}: {layers} of {heads} head{'' if heads == 1 else 's'}, {seen}{when}"
+    size = f"{count(len(run.layers), 'layer')} of {count(heads, 'head')}"
+    return f"{run.name}: {size}, {count(len(steps), 'observation')}{when}"
 
 
 def _events(run: RunData) -> list[str]:
@@ -82,23 +83,23 @@ def _events(run: RunData) -> list[str]:
 
 def _above(run: RunData) -> list[str]:
     """Return how many heads were above the limit though no event says so."""
-    if run.threshold is None or _RATIO not in run.tables or not run.tables[_RATIO].values.size:
+    if run.threshold is None or RATIO not in run.tables or not run.tables[RATIO].values.size:
         return []
-    over = run.tables[_RATIO].values > run.threshold
-    known = ~np.isnan(run.tables[_RATIO].values)
+    over = run.tables[RATIO].values > run.threshold
+    known = ~np.isnan(run.tables[RATIO].values)
     number = int(over.any(axis=0).sum())
     if not number:
         return []
     return [
-        f"  {number} of {count(range(int(known.any(axis=0).sum())), 'head')} above the limit at some observation, "
+        f"  {number} of {count(int(known.any(axis=0).sum()), 'head')} above the limit at some observation, "
         f"{int(over[-1].sum())} at the last"
     ]
 
 
 def _largest_ratio(run: RunData) -> str | None:
-    if _RATIO not in run.tables:
+    if RATIO not in run.tables:
         return None
-    steps, values = run.tables[_RATIO]
+    steps, values = run.tables[RATIO]
     if np.isnan(values).all():
         return None
     at, layer, head = (int(part) for part in np.unravel_index(int(np.argmax(_or_below(values))), values.shape))
@@ -114,11 +115,11 @@ def _largest_ratio(run: RunData) -> str | None:
 def _worst_heads(run: RunData) -> list[_Head]:
     """Return the heads with nan or inf logits, then those with the largest ratio ever, of the sick if any are."""
     rows = {layer: index for index, layer in enumerate(run.layers)}
-    broken = [event for event in run.events if event.get("statistic") == "nonfinite"]
-    flagged = [event for event in run.events if event.get("statistic") != "nonfinite"]
+    broken = [event for event in run.events if event.get("statistic") == NONFINITE]
+    flagged = [event for event in run.events if event.get("statistic") != NONFINITE]
     order = [place for event in broken if (place := _index(event, rows)) is not None]
     allowed = {place for event in flagged if (place := _index(event, rows)) is not None}
-    if _RATIO in run.tables and (values := run.tables[_RATIO].values).size:
+    if RATIO in run.tables and (values := run.tables[RATIO].values).size:
         peaks = _or_below(values).max(axis=0)
         for flat in np.argsort(-peaks, axis=None, kind="stable"):
             layer, head = (int(part) for part in np.unravel_index(int(flat), peaks.shape))
@@ -170,9 +171,9 @@ def _at_end(run: RunData, statistic: str, head: _Head, broken: Mapping[_Head, in
 
 def _peak(run: RunData, head: _Head) -> tuple[float, int | None]:
     """Return the largest ratio of a head and its step."""
-    if _RATIO not in run.tables or not _has(run, _RATIO, head):
+    if RATIO not in run.tables or not _has(run, RATIO, head):
         return math.nan, None
-    steps, values = run.tables[_RATIO]
+    steps, values = run.tables[RATIO]
     column = _or_below(values[:, head[0], head[1]])
     at = int(column.argmax())
     return (float(column[at]), int(steps[at])) if column[at] > -np.inf else (math.nan, None)
@@ -195,7 +196,7 @@ def _at(run: RunData, statistic: str, head: _Head, index: int) -> float:
 def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
     lines: list[str] = []
     some_grew = False
-    flagged = {place(event) for event in run.events if event.get("statistic") != "nonfinite"}
+    flagged = {place(event) for event in run.events if event.get("statistic") != NONFINITE}
     broken = broken_since(run)
     for head in heads:
         ratio, worst = _peak(run, head)
@@ -219,7 +220,7 @@ def _growth(run: RunData, heads: Sequence[_Head]) -> list[str]:
 
 
 def _first_step(run: RunData, head: _Head) -> int | None:
-    steps, values = run.tables[_RATIO]
+    steps, values = run.tables[RATIO]
     known = np.flatnonzero(~np.isnan(values[:, head[0], head[1]]))
     return int(steps[known[0]]) if len(known) else None
 

@@ -14,6 +14,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug.wrappers import Request, Response
 
 from attn_monitor import views
+from attn_monitor.phrases import error_line
 from attn_monitor.tags import PLUGIN as NAME
 from attn_monitor.tensorboard_plugin.store import Store
 
@@ -147,7 +148,7 @@ def _explain(error: Exception) -> str:
             "There are more steps than TensorBoard hands out in one piece. "
             f"Start it with --samples_per_plugin {NAME}=1000 to see a sample of them."
         )
-    return f"{type(error).__name__}: {error}. TensorBoard's log has more."
+    return f"{error_line(error)}. TensorBoard's log has more."
 
 
 def _argument(request: Request, name: str) -> str:

@@ -66,7 +66,7 @@ def reachable(root: object) -> list[object]:
     return list(seen.values())
 
 
-@pytest.mark.parametrize("every", [1000, 1])
+@pytest.mark.parametrize("every", [pytest.param(1000, marks=pytest.mark.slow), 1])
 def test_a15_no_graph_stays_alive(every: int) -> None:
     counts: list[int] = []
 

@@ -187,6 +187,7 @@ def written_down(monitor: AttentionMonitor) -> str:
     return repr(tree_map_only(Tensor, Tensor.tolist, monitor.state_dict()))
 
 
+@pytest.mark.slow
 @RESTORING
 @pytest.mark.parametrize("what", SEARCHES)
 def test_c13_a_search_leaves_no_trace_in_what_the_monitor_knew(tmp_path: Path, what: str) -> None:
@@ -207,6 +208,7 @@ def test_c13_a_search_leaves_no_trace_in_what_the_monitor_knew(tmp_path: Path, w
     assert [step for step, _ in monitor.history][-2:] == [0, 1]
 
 
+@pytest.mark.slow
 @RESTORING
 @pytest.mark.parametrize("what", FINDERS)
 @pytest.mark.parametrize("first", [True, False])

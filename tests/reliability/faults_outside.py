@@ -76,7 +76,6 @@ class Unwell(CSVLogger):
     whose="the system's",
     sees="one warning for each kind of error that names the logger and the first of them",
     lost="the values for that logger; the others get them",
-    quick=True,
 )
 def logger(folder: Path) -> Verdict:
     late = 3

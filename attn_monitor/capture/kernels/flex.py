@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attn_monitor.capture.eager import hold_eager_now
 from attn_monitor.capture.kernels.registry import KernelCall
@@ -55,6 +56,18 @@ def prepare(**_: Any) -> None:
     hold_eager_now()
 
 
+class _Indexing(TorchFunctionMode):
+    """Keeps indices tensors, as flex itself does: torch 2.8 makes numbers of them, which vmap refuses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # no other mode takes notice
+            if func is Tensor.__getitem__:
+                index = args[1] if isinstance(args[1], tuple) else (args[1],)
+                if all(isinstance(part, Tensor) for part in index):
+                    return torch.ops.aten.index(args[0], list(index))
+            return func(*args, **(kwargs or {}))
+
+
 def _is_nothing(function: object) -> bool:
     home = str(getattr(function, "__module__", ""))
     return getattr(function, "__name__", "") in _NOTHING and home == "torch.nn.attention.flex_attention"
@@ -98,4 +111,5 @@ def _for_every_pair(
         for axis in (3, 2, 1, 0):
             dims = tuple(0 if i == axis else None for i in range(4))
             one = torch.vmap(one, in_dims=dims if scores is None else (0, *dims))
-        return one(*given)
+        with torch._C._EnableTorchFunction(), _Indexing():  # not enabled where we are unseen
+            return one(*given)

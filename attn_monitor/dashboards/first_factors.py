@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attn_monitor.dashboards.tables import Snapshot
-from attn_monitor.growth import GROWN, PRODUCT
+from attn_monitor.growth import GROWN, PRODUCT, ratio
 
 
-class Growth:
+class FirstFactors:
     """Remembers the first factors of every head."""
 
     def __init__(self) -> None:
@@ -39,13 +38,10 @@ class Growth:
 
     def of(self, snapshot: Snapshot, row: int, head: int) -> dict[str, float]:
         """Return by what each factor of a head grew, of those that are known."""
-        grown = {}
-        for name, first in self._first.items():
-            if name in snapshot.tables and first[row, head]:
-                ratio = float(snapshot.tables[name][row, head]) / float(first[row, head])
-                if math.isfinite(ratio):
-                    grown[name] = ratio
-        return grown
+        before = {name: float(first[row, head]) for name, first in self._first.items()}
+        now = {name: float(snapshot.tables[name][row, head]) for name in before if name in snapshot.tables}
+        grown = {name: ratio(now, before, name) for name in now}
+        return {name: by for name, by in grown.items() if by is not None}
 
 
 def most_grown(grown: Mapping[str, float]) -> str:
