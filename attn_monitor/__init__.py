@@ -43,7 +43,7 @@ _EXPORTS = {
     "observe_logits": "attn_monitor.capture.observe",
 }
 
-__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604 - the lazy names are the keys of one table
+__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604 # the lazy names are the keys of one table
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral, Real
 from types import EllipsisType
 
 import torch
@@ -47,7 +48,7 @@ def attention_call(
 
     Raises:
         TypeError: If an input is not a floating-point tensor, the mask neither bool nor float, or the scale no number.
-        ValueError: If shapes or devices do not fit, or a number is out of range.
+        ValueError: If shapes or devices do not fit, a number is out of range, or a tensor holds none that can be read.
 
     Example:
         >>> import torch
@@ -56,7 +57,8 @@ def attention_call(
         >>> call.shape, call.scale
         (CallShape(batch=2, heads=6, queries=5, keys=7), 0.25)
     """
-    _check_floating(query=query, key=key)
+    query, key = _readable("query", query), _readable("key", key)
+    value = None if value is None else _readable("value", value)
     if query.ndim == key.ndim == 3 and (value is None or value.ndim == 3):
         query, key, value = query[None], key[None], None if value is None else value[None]
     _check_qkv(query, key, value, enable_gqa)
@@ -64,12 +66,11 @@ def attention_call(
     if attn_mask is not None:
         _check_mask("attn_mask", attn_mask, (batch, heads, queries, key.shape[2]), "[B, H, Q, K]")
     _check_scale(scale, heads)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"`softcap` expects a positive finite number, or None for no cap, got {softcap!r}.")
+    _check_softcap(softcap)
     return AttentionCall(
-        query=query.detach(),
-        key=key.detach(),
-        value=None if value is None else value.detach(),
+        query=query,
+        key=key,
+        value=value,
         masks=() if attn_mask is None else (attn_mask.detach(),),
         is_causal=is_causal,
         scale=max(dim, 1) ** -0.5 if scale is None else scale,
@@ -79,6 +80,7 @@ def attention_call(
 
 def check_output(output: Tensor, call: AttentionCall, value: Tensor | None) -> None:
     """Raise `ValueError` where a kernel's output does not fit what it was given."""
+    check_tensor("output", output)
     if value is None:
         raise ValueError("`output` needs `value` beside it: the gradients at the softmax follow from both.")
     batch, heads, queries, _ = call.shape
@@ -99,7 +101,7 @@ def softmax_call(
 
     Same arguments, same errors.
     """
-    _check_floating(logits=logits)
+    logits = _readable("logits", logits)
     if not logits.ndim:
         raise ValueError("`logits` expects at least one axis, got a 0-dim tensor.")
     keys = _axis("dim", dim, logits)
@@ -112,7 +114,8 @@ def softmax_call(
     if mask is not None:
         _check_mask("mask", mask, tuple(logits.shape), "the logits")
         masks = (_canonical(mask.detach().reshape((1,) * (logits.ndim - mask.ndim) + mask.shape), keys, heads),)
-    call = AttentionCall(logits=_canonical(logits.detach(), keys, heads), masks=masks, scale=None, head_dim=head_dim)
+    head_dim = _checked_head_dim(head_dim)
+    call = AttentionCall(logits=_canonical(logits, keys, heads), masks=masks, scale=None, head_dim=head_dim)
     return call, partial(_canonical, keys=keys, heads=heads)
 
 
@@ -132,12 +135,30 @@ def _of(tensor: Tensor) -> str:
     return f"of shape {list(tensor.shape)}"
 
 
-def _check_floating(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"`{name}` expects a tensor, got {type(tensor).__name__}.")
-        if not tensor.is_floating_point():
-            raise TypeError(f"`{name}` expects a floating-point tensor, got {tensor.dtype}. Convert it first.")
+def check_tensor(name: str, tensor: object) -> None:
+    """Raise `TypeError` for what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"`{name}` expects a tensor, got {type(tensor).__name__}. Pass the tensor itself.")
+
+
+def _readable(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of numbers that can be read, detached."""
+    check_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        raise TypeError(f"`{name}` expects a floating-point tensor, got {tensor.dtype}. Convert it first.")
+    _check_layout(name, tensor)
+    return tensor.detach()
+
+
+def _check_layout(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise ValueError(f"`{name}` expects a dense tensor, got a nested one. Pass it padded, with a mask.")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"`{name}` expects a dense tensor, got one of layout {tensor.layout}. Pass to_dense() of it.")
+    if tensor.device.type == "meta":
+        raise ValueError(
+            f"`{name}` expects numbers, got a tensor on the meta device, which holds none. Materialise it."
+        )
 
 
 def _check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
@@ -169,6 +190,9 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: boo
 
 def _check_scale(scale: object, heads: int) -> None:
     if isinstance(scale, Tensor):
+        if scale.dtype == torch.bool or scale.is_complex():
+            raise TypeError(f"`scale` expects real numbers, got {scale.dtype}. Convert it first.")
+        _check_layout("scale", scale)
         if tuple(scale.shape) not in {(), (1,), (heads,)}:
             raise ValueError(
                 f"`scale` expects a number, a 0-dim tensor or one value per head [{heads}], got {_of(scale)}."
@@ -179,11 +203,39 @@ def _check_scale(scale: object, heads: int) -> None:
         raise ValueError(f"`scale` expects a finite number, or None for 1 / sqrt(D), got {scale!r}.")
 
 
+def _check_softcap(softcap: object) -> None:
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, Real):
+        raise TypeError(f"`softcap` expects a number, or None for no cap, got {_told(softcap)}.")
+    if not 0 < float(softcap) < math.inf:
+        raise ValueError(f"`softcap` expects a positive finite number, or None for no cap, got {softcap!r}.")
+
+
+def _checked_head_dim(head_dim: object) -> int | None:
+    if head_dim is None:
+        return None
+    expected = (
+        "`head_dim` expects the length of the vectors whose products the logits are, a whole number of at least 1"
+    )
+    if isinstance(head_dim, bool) or not isinstance(head_dim, Integral):
+        raise TypeError(f"{expected}, or None where there are none, got {_told(head_dim)}.")
+    if int(head_dim) < 1:
+        raise ValueError(f"{expected}, or None where there are none, got {head_dim}.")
+    return int(head_dim)
+
+
+def _told(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
 def _check_mask(name: str, mask: Tensor, shape: tuple[int, ...], what: str) -> None:
+    check_tensor(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"`{name}` expects bool (True is allowed) or float (added), got {mask.dtype}. Convert it with mask.bool()."
         )
+    _check_layout(name, mask)
     fits = len(mask.shape) <= len(shape) and all(
         size in {1, full} for size, full in zip(reversed(mask.shape), reversed(shape), strict=False)
     )
@@ -194,7 +246,9 @@ def _check_mask(name: str, mask: Tensor, shape: tuple[int, ...], what: str) -> N
         )
 
 
-def _axis(name: str, axis: int, logits: Tensor) -> int:
-    if not -logits.ndim <= axis < logits.ndim:
+def _axis(name: str, axis: object, logits: Tensor) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, Integral):
+        raise TypeError(f"`{name}` expects the number of an axis of logits {_of(logits)}, got {_told(axis)}.")
+    if not -logits.ndim <= int(axis) < logits.ndim:
         raise ValueError(f"`{name}` expects an axis of logits {_of(logits)}, got {axis}.")
-    return axis % logits.ndim
+    return int(axis) % logits.ndim

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attn_monitor.capture.naming import Selection
 from attn_monitor.evaluation import EvaluationHooks
 from attn_monitor.guarding import guarded
-from attn_monitor.lightning_compat import accumulating, log_interval, loss_factor, still_scaled
+from attn_monitor.lightning_compat import accumulating, callbacks_of, log_interval, loss_factor, still_scaled
 from attn_monitor.lightning_loop import LightningLoop
 from attn_monitor.monitoring import DEFAULT_RULE, Monitoring
+from attn_monitor.phrases import count
 from attn_monitor.qk_clip import QKClip
 from attn_monitor.response import Action
 from attn_monitor.saturation import SaturationRule
@@ -19,6 +21,15 @@ from attn_monitor.stages import TRAIN
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+
+OPTIONS_CHANGED = (
+    "the monitor's options have changed since the checkpoint; what it remembers goes on under the new ones "
+    "(Lightning's warning that a monitor with the old ones is missing needs nothing done)"
+)
+NOT_TAKEN = (
+    "the checkpoint holds the memory of {} with other options, and it is not certain that it is this one's, so events "
+    "and history begin anew; to go on with it, give one monitor the `modules` it had"
+)
 
 
 class AttentionMonitor(Monitoring, EvaluationHooks):
@@ -140,8 +151,10 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
             mitigation=mitigation,
         )
         self.stages = check_stages(stages)
+        watched = describe(self.modules)
+        self._same_modules = self._generate_state_key(modules=watched).removesuffix("}") + ","
         self._state_key = self._generate_state_key(
-            modules=describe(self.modules),
+            modules=watched,
             statistics=sorted(self.statistics),
             every_n_steps=every_n_steps,
             sampling=(max_queries, gradients, per_call),
@@ -163,6 +176,25 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
     def state_key(self) -> str:
         """Tells monitors of different settings apart in a checkpoint."""
         return self._state_key
+
+    @guarded()
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with what a monitor of the same modules and other options has left: Lightning takes it for another."""
+        states = checkpoint.get("callbacks") or {}
+        if self.state_key in states:
+            return
+        monitors = [other for other in callbacks_of(trainer) if isinstance(other, AttentionMonitor)]
+        own = {monitor.state_key for monitor in monitors}
+        name = type(self).__qualname__
+        left = [key for key in states if str(key).startswith(f"{name}{{") and key not in own]
+        fitting = [key for key in left if key.startswith(self._same_modules)]
+        rivals = [other for other in monitors if other._same_modules == self._same_modules]
+        if len(fitting) == 1 and all(other is self or other.state_key in states for other in rivals):
+            self.load_state_dict(deepcopy(states[fitting[0]]))
+            if self._restored:
+                self._notices.add(OPTIONS_CHANGED)
+        elif left:
+            self._notices.add(NOT_TAKEN.format(count(len(left), "monitor")))
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +241,7 @@ class AttentionMonitor(Monitoring, EvaluationHooks):
                 loop.step, loss, batches=trainer.accumulate_grad_batches if automatic else 1, copied=automatic
             )
             self._end_batch(TRAIN, loop)
-        if not self._pooling(TRAIN) or accumulating(trainer):
+        if not self._step_is_due or accumulating(trainer):
             return
         self._finish_step(loop, pl_module)
 

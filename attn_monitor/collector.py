@@ -237,7 +237,7 @@ class Collector:
         waits = forward and tapped and where == "graph" and can_wait(sighting, out)
         if isinstance(target, str) and forward:
             if reason := self._heads.misplaced(target, sighting, self.placement.running()):
-                self._drop(record, reason)
+                self.drop(record, reason)
                 return
             self._order.setdefault(target)
             self.paths[target] = sighting.path
@@ -324,9 +324,10 @@ class Collector:
 
     def _fail(self, record: str, error: Exception) -> None:
         """Drop a layer that raised: half of its numbers would be worse than none."""
-        self._drop(record, error_line(error))
+        self.drop(record, error_line(error))
 
-    def _drop(self, record: str, reason: str) -> None:
+    def drop(self, record: str, reason: str) -> None:
+        """Give a layer up, with all its calls."""
         self._skipped[record] = reason
         for name in [name for name in self.sums if name == record or name.startswith(f"{record}@")]:
             del self.sums[name]

@@ -37,8 +37,9 @@ PRECISION = f"QK-norm or a logit softcap; {FLOAT32}"
 INITIAL = "check the initialisation, or the checkpoint that was loaded"
 INITIAL_TEMPERATURE = "check the temperature or scale, or the checkpoint that was loaded"
 BROKEN = "look at the layer's input, its query/key weights and the gradient norm of the step before"
-UNKNOWN = "look at the inputs and the step before; keep the logits and the softmax in float32"
+UNKNOWN = "look at the inputs and the step before; in float16 or bfloat16 keep the logits and the softmax in float32"
 SINGLE = "look at this batch, and at the mask or bias that is added to the logits"
+SCALE_FIRST = f"in float16 scale the queries before the product, or have it in float32; else {SINGLE}"
 _REMEDIES = {"scale_ratio": LEARNED_SCALE, "q_rms": NORMS, "k_rms": NORMS, "alignment": DIRECTIONS, REST: ADDED}
 _LABELS = {
     "scale_ratio": "the scale",
@@ -122,7 +123,13 @@ def diagnose_overflow(found: Diagnosis) -> Diagnosis:
     return Diagnosis(cause=found.cause, remedy=f"{found.remedy}; {FLOAT32}", shares=found.shares)
 
 
-def diagnose_nonfinite(lost: Mapping[str, float], now: Mapping[str, float], reach: float | None) -> Diagnosis:
+def diagnose_nonfinite(
+    lost: Mapping[str, float],
+    now: Mapping[str, float],
+    reach: float | None,
+    product_reach: float | None = None,
+    earlier: str = "",
+) -> Diagnosis:
     """Return why a head has logits that are nan or inf, as far as something that was measured tells.
 
     What grew before that says nothing of it, and nor does the scale.
@@ -131,15 +138,25 @@ def diagnose_nonfinite(lost: Mapping[str, float], now: Mapping[str, float], reac
         lost: The head's factors that were measured and are nan or inf.
         now: Those that are finite.
         reach: Its largest finite logit over the largest float16 number; `None` if that is far from 1, or unknown.
+        product_reach: The same of q.k before the scale.
+        earlier: The first layer with such logits, if it is an earlier one.
     """
     if broken := [noun for name, noun in _VECTORS.items() if math.isnan(lost.get(name, 0.0))]:
-        return Diagnosis(cause=f"{_CAUSE}every {' and every '.join(broken)} of the head is nan or inf", remedy=BROKEN)
+        follows = f", as may follow from {earlier}, which runs earlier and has nan or inf too" if earlier else ""
+        text = f"every {' and every '.join(broken)} of the head is nan or inf{follows}"
+        return Diagnosis(cause=f"{_CAUSE}{text}", remedy=BROKEN)
     if infinite := [name for name in _VECTORS if math.isinf(lost.get(name, 0.0))]:
         are = "is" if len(infinite) == 1 else "are"
         return Diagnosis(cause=f"{_CAUSE}an overflow, {' and '.join(infinite)} {are} inf", remedy=PRECISION)
     if reach is not None:
         text = f"an overflow, the finite logits reach {of_float16(reach)} the largest float16 number"
         return Diagnosis(cause=f"{_CAUSE}{text}", remedy=PRECISION)
+    if product_reach is not None:  # the precision of the product is not known
+        text = (
+            f"in float16 an overflow, q.k reaches {of_float16(product_reach)} its largest number before the scale; "
+            "else single tokens, the mask or the bias"
+        )
+        return Diagnosis(cause=f"{_CAUSE}{text}", remedy=SCALE_FIRST)
     if all(name in now for name in _VECTORS):
         text = "single tokens, the mask or the bias, as other queries and keys of the head are finite"
         return Diagnosis(cause=f"{_CAUSE}{text}", remedy=SINGLE)

@@ -30,6 +30,13 @@ _HEADINGS: Mapping[Topic, tuple[str, str]] = {
     "saturated": ("is newly saturated", "are newly saturated"),
     "overflow": ("has logits near the end of float16", "have logits near the end of float16"),
 }
+_AGAIN: Mapping[Topic, tuple[str, str]] = {
+    "nonfinite": ("is critical again, its logits are nan or inf", "are critical again, their logits are nan or inf"),
+    "critical": ("is critical again", "are critical again"),
+    "saturated": ("is saturated again", "are saturated again"),
+    "overflow": ("has logits near the end of float16 again", "have logits near the end of float16 again"),
+}
+"""The same of heads that recovered in between."""
 
 
 class AttentionWarning(UserWarning):
@@ -157,7 +164,7 @@ class SaturationEvent:
     def _measured(self) -> str:
         if self.statistic == NONFINITE:
             noun = "logit that is" if self.value == 1 else "logits that are"
-            return f"has {self.value:.0f} allowed {noun} nan or inf"
+            return f"has {self.value:.0f} unmasked {noun} nan or inf"
         if self.statistic == OVERFLOW:
             return f"has a logit of {self.value:.3g}, {of_float16(self.ratio)} the largest float16 number, 65504"
         if self.statistic == COLLAPSE:
@@ -186,15 +193,22 @@ def by_topic(events: Sequence[SaturationEvent]) -> dict[Topic, list[SaturationEv
     return {topic: some for topic, some in found.items() if some}
 
 
-def heading(topic: Topic, heads: int, more: bool = False) -> str:
-    """Return how many heads have events of a topic, `more` after others.
+def heading(topic: Topic, heads: int, more: bool = False, again: int = 0) -> str:
+    """Return how many heads have events of a topic, `more` after others, and how many others have one `again`.
 
     Example:
         >>> heading("critical", 2), heading("nonfinite", 1, more=True)
         ('2 heads are critical', '1 more head is critical, its logits are nan or inf')
+        >>> heading("saturated", 2, more=True, again=1), heading("saturated", 0, more=True, again=1)
+        ('2 more heads are newly saturated, 1 again', '1 head is saturated again')
     """
-    one, many = _HEADINGS[topic]
-    return f"{heads}{' more' if more else ''} {f'head {one}' if heads == 1 else f'heads {many}'}"
+    if again and not heads:
+        return _counted(again, "", _AGAIN[topic])
+    return _counted(heads, " more" if more else "", _HEADINGS[topic]) + (f", {again} again" if again else "")
+
+
+def _counted(heads: int, more: str, texts: tuple[str, str]) -> str:
+    return f"{heads}{more} {f'head {texts[0]}' if heads == 1 else f'heads {texts[1]}'}"
 
 
 def worst_first(events: Iterable[SaturationEvent]) -> list[SaturationEvent]:

@@ -76,7 +76,7 @@ class FlightRecorder:
         self._norms = GradientNorms()
         self._rates: dict[int, list[Any]] = {}
         self._files: dict[int, tuple[list[str], list[Path]]] = {}
-        self._told = False
+        self._told: set[str] = set()
         self._turn: Turn | None = None
         self._logits_broken = False
 
@@ -186,7 +186,7 @@ class FlightRecorder:
         self.wants_next = turned is not None and not self._logits_broken
         if reasons:
             self._write(loop, step, reasons, rule, events)
-        if _LOSS in reasons:
+        if _LOSS in reasons or (_LOGITS in reasons and self.memory.loss_of(step) is None):
             self._tell(loop, step)
 
     def finish(
@@ -273,15 +273,19 @@ class FlightRecorder:
         if turned is None and self._turn is not None and began.basis != "logits":
             return []
         self.began = began
-        if turned is None:  # of logits alone the event tells
+        if turned is None:
             return [_LOGITS]
         return [_LOSS, *([_LOGITS] if logits_turned else [])]
 
     def _tell(self, loop: Loop, step: int) -> None:
-        """Tell of the first loss that is not finite, once a fit, and of the file if one was written."""
-        if self.began is None or self._told:
+        """Tell of the first loss that is not finite, once a fit, and of the file if one was written.
+
+        Of logits alone it tells where that loss is not known, and no more of them after such a loss.
+        """
+        about = _LOSS if self.began is not None and self.began.loss else _LOGITS
+        if self.began is None or about in self._told or _LOSS in self._told:
             return
-        self._told = True
+        self._told.add(about)
         _, paths = self._files.get(step, ((), ()))
         where = f"; what led to it is in {paths[0].name}" if paths else ""
         if not loop.writes_nothing and not _folders(loop):

@@ -20,8 +20,8 @@ _FORMAT, _VERSION = "attn_monitor flight record", 1
 _ABOUT = (
     "Oldest observation first. null was not measured, in `tables` it may also be a head without a row to measure; "
     "nan, inf and -inf are strings. learning_rates: a list per optimizer, a number per parameter group. grad_norm: of "
-    "all parameters that the optimizers stepped, before clipping. tables: a statistic, a layer, a row per observation "
-    "(the latest ones), a number per head."
+    "all parameters that the optimizers stepped, before clipping; under the Trainer of transformers after it. tables: "
+    "a statistic, a layer, a row per observation (the latest ones), a number per head."
 )
 MOST_NUMBERS = 1_000_000
 """How many numbers of heads a file holds at most, about 8 MB; of larger models it has fewer observations."""
@@ -36,7 +36,8 @@ class Observation:
         step: The x value.
         loss: The training loss, over accumulated batches their mean.
         learning_rates: Of every parameter group of every optimizer, as that step used them.
-        grad_norm: Of all parameters that the optimizers stepped, before clipping.
+        grad_norm: Of all parameters that the optimizers stepped, before clipping; under the Trainer of transformers
+            after it, so that it is at most `max_grad_norm` there.
         layer_grad_norms: The same of the parameters of each layer's attention.
     """
 

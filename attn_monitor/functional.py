@@ -12,7 +12,7 @@ from types import EllipsisType
 from torch import Tensor
 
 from attn_monitor.arguments import attention_call, softmax_call
-from attn_monitor.catalog import resolve_statistics
+from attn_monitor.catalog import GRADIENTS, STATISTICS, resolve_statistics
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.settings import check_max_queries
 from attn_monitor.statistics import attention_sums
@@ -63,8 +63,9 @@ def attention_statistics(
         The statistics, each a tensor [H] on the CPU, in nats where `STATISTICS` names that unit and a pure number else.
 
     Raises:
-        TypeError: If an input is not a floating-point tensor, or the mask neither bool nor float.
-        ValueError: If shapes do not fit, a number is out of range, or a statistic is unknown.
+        TypeError: If an input is not a floating-point tensor, the mask neither bool nor float, or a number none.
+        ValueError: If shapes do not fit, a number is out of range, a tensor holds none that can be read, or a statistic
+            is unknown.
 
     Example:
         >>> import torch
@@ -113,14 +114,15 @@ def softmax_statistics(
         head_dim: The head dimension D, which the saturation ratio needs.
         mask: Broadcastable to `logits`, in their order of axes. Of a bool mask True is allowed; of a float mask only
             the entries <= -9000 count, as blocked: the logits contain the rest.
-        statistics: The names that are wanted, `None` for all.
+        statistics: The names that are wanted, `None` for all that logits give.
 
     Returns:
         The statistics, each a tensor [H] on the CPU, in nats where `STATISTICS` names that unit and a pure number else.
 
     Raises:
-        TypeError: If `logits` is not a floating-point tensor, or the mask neither bool nor float.
-        ValueError: If an axis does not exist or is used twice, the mask does not fit, or a statistic is unknown.
+        TypeError: If `logits` is not a floating-point tensor, the mask neither bool nor float, or a number none.
+        ValueError: If an axis does not exist or is used twice, `head_dim` is below 1, the mask does not fit, a tensor
+            holds no numbers that can be read, or a statistic is unknown or needs more than logits.
 
     Example:
         >>> import torch
@@ -131,4 +133,17 @@ def softmax_statistics(
     """
     call, _ = softmax_call(logits, dim=dim, head_axis=head_axis, head_dim=head_dim, mask=mask)
     chosen = resolve_statistics(statistics)
+    if statistics is not None:
+        _check_from_logits(chosen)
     return attention_sums(call, chosen).finalize(chosen)
+
+
+def _check_from_logits(chosen: frozenset[str]) -> None:
+    """Raise where a name is asked for that no logits give."""
+    factors = sorted(name for name in chosen if STATISTICS[name].family == "factors")
+    advice = {
+        "attention_statistics(query, key) measures": factors,
+        "AttentionProbe, around a forward and a backward pass, measures": sorted(chosen & GRADIENTS),
+    }
+    if lacking := [f"{who} {names}" for who, names in advice.items() if names]:
+        raise ValueError(f"`statistics` expects what logits alone give, got others: {'; '.join(lacking)}.")

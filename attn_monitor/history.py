@@ -16,6 +16,8 @@ Records = Iterable[tuple[int, Mapping[str, AttentionStatistics]]]
 
 MOST_BYTES = 32 * 2**20
 """How much the numbers of a history take in a checkpoint at most; of larger models it has fewer records."""
+MOST_TENSORS = 50_000
+"""Of how many tensors: 256 records of 13 layers. Saving and restoring takes time for each of them, however small."""
 _STATE_VERSION = 1
 _ERRORS = "standard_error."
 """Stands before the names of the standard errors, which are tensors as well."""
@@ -29,20 +31,22 @@ def history_state(history: Records) -> dict[str, Any]:
         history: Steps and records, oldest first.
     """
     layouts: dict[tuple[Any, ...], int] = {}
-    records: list[tuple[int, int]] = []
+    records: list[list[Any]] = []
     kept: list[list[Tensor]] = []
-    left = MOST_BYTES
+    left, more = MOST_BYTES, MOST_TENSORS
     for step, record in reversed(list(history)):
         columns = [(layer, dict(_tensors(statistics))) for layer, statistics in record.items()]
         tensors = [tensor for _, found in columns for tensor in found.values()]
         left -= sum(tensor.numel() for tensor in tensors) * 8
-        if left < 0:
+        more -= len(tensors)
+        if left < 0 or more < 0:
             break
         layout = tuple(
             (layer, _plain(record[layer]), tuple((name, str(tensor.dtype)) for name, tensor in found.items()))
             for layer, found in columns
         )
-        records.append((step, layouts.setdefault(layout, len(layouts))))
+        sizes = [[statistics.keys, statistics.calls] for statistics in record.values()]  # other in every batch
+        records.append([step, layouts.setdefault(layout, len(layouts)), sizes])
         kept.append(tensors)
     one_kind = torch.float64  # holds the others: float32, and counts of rows
     flat = [
@@ -54,7 +58,7 @@ def history_state(history: Records) -> dict[str, Any]:
             [[layer, dict(plain), [list(column) for column in columns]] for layer, plain, columns in layout]
             for layout in layouts
         ],
-        "records": [list(record) for record in reversed(records)],
+        "records": records[::-1],
         "values": torch.cat(flat) if flat else torch.empty(0, dtype=one_kind, device="cpu"),
     }
 
@@ -69,11 +73,11 @@ def history_from(state: Mapping[str, Any]) -> list[tuple[int, dict[str, Attentio
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"expected a history of version {_STATE_VERSION}, got {state['version']!r}")
         values, start, history = state["values"].to("cpu", torch.float64), 0, []
-        for step, layout in state["records"]:
+        for step, layout, sizes in state["records"]:
             record: dict[str, AttentionStatistics] = {}
-            for layer, plain, columns in state["layouts"][layout]:
+            for (layer, plain, columns), (keys, calls) in zip(state["layouts"][layout], sizes, strict=True):
                 end = start + plain["heads"] * len(columns)
-                record[str(layer)] = _statistics(plain, columns, values[start:end].clone())
+                record[str(layer)] = _statistics(plain, columns, values[start:end].clone(), int(keys), int(calls))
                 start = end
             history.append((int(step), record))
         if start != len(values):
@@ -95,13 +99,13 @@ def _plain(statistics: AttentionStatistics) -> tuple[tuple[str, Any], ...]:
     return (
         ("heads", statistics.heads),
         ("head_dim", statistics.head_dim),
-        ("keys", statistics.keys),
-        ("calls", statistics.calls),
         ("approximate", tuple(sorted(statistics.approximate))),
     )
 
 
-def _statistics(plain: Mapping[str, Any], columns: Sequence[tuple[str, str]], values: Tensor) -> AttentionStatistics:
+def _statistics(
+    plain: Mapping[str, Any], columns: Sequence[tuple[str, str]], values: Tensor, keys: int, calls: int
+) -> AttentionStatistics:
     found: dict[str, Any] = {}
     errors: dict[str, Tensor] = {}
     for (name, dtype), column in zip(columns, values.view(len(columns), plain["heads"]), strict=True):
@@ -113,8 +117,8 @@ def _statistics(plain: Mapping[str, Any], columns: Sequence[tuple[str, str]], va
     return AttentionStatistics(
         **found,
         head_dim=plain["head_dim"],
-        keys=int(plain["keys"]),
-        calls=int(plain["calls"]),
+        keys=keys,
+        calls=calls,
         approximate=frozenset(plain["approximate"]),
         standard_error=errors,
     )

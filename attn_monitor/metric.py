@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from attn_monitor.catalog import ALL, resolve_statistics
+from attn_monitor.phrases import error_line
 from attn_monitor.records import AttentionStatistics
 from attn_monitor.sums import ADDITIVE, MOMENTS, AttentionSums, LayerFacts, finalized, pool_moments
 
@@ -61,6 +62,9 @@ class AttentionMetric(Metric):
             what `compute` returns.
         **kwargs: Options of `torchmetrics.Metric`.
 
+    Attributes:
+        failures: The layers that the last `compute` raised for, with the error: they are missing in what it returned.
+
     Example:
         >>> import torch
         >>> from attn_monitor.metric import AttentionMetric
@@ -87,6 +91,7 @@ class AttentionMetric(Metric):
         self._columns: dict[str, slice] = {}
         self._facts: dict[str, LayerFacts] = {}
         self._given_up: frozenset[str] = frozenset()
+        self.failures: dict[str, str] = {}
         self._own: tuple[dict[str, LayerFacts], frozenset[str]] = ({}, frozenset())
         self.add_state("packed", _neutral(0), dist_reduce_fx=pool_packed)
         self._append(layout or {})
@@ -142,8 +147,23 @@ class AttentionMetric(Metric):
             losses: Over how many losses the optimizer step's loss is the mean: micro-batches times ranks.
         """
         names = [name for name in self._columns if name in self._facts and name not in self._given_up]
-        layers = [self._layer(name) for name in names]
-        return dict(zip(names, finalized(layers, self.statistics, losses), strict=True))
+        self.failures = {}
+        try:
+            layers = [self._layer(name) for name in names]
+            return dict(zip(names, finalized(layers, self.statistics, losses), strict=True))
+        except Exception:  # of one layer, which must not cost the others
+            return self._one_by_one(names, losses)
+
+    def _one_by_one(self, names: Iterable[str], losses: int) -> dict[str, AttentionStatistics]:
+        found = {name: self._alone(name, losses) for name in names}
+        return {name: stats for name, stats in found.items() if stats is not None}
+
+    def _alone(self, name: str, losses: int) -> AttentionStatistics | None:
+        try:
+            return self._layer(name).finalize(self.statistics, losses)
+        except Exception as error:
+            self.failures[name] = error_line(error)
+            return None
 
     def forward(self, sums: Mapping[str, AttentionSums]) -> dict[str, AttentionStatistics]:
         """Add the sums and return the statistics of these alone."""
@@ -171,6 +191,7 @@ class AttentionMetric(Metric):
         self._columns = {}
         self._facts = {}
         self._given_up = frozenset()
+        self.failures = {}
 
     def _append(self, layout: Mapping[str, LayerHeads]) -> None:
         start = self.packed.shape[-1]

@@ -112,6 +112,7 @@ class Monitoring(ObservedStages):
         self._clipper: Clipper | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._loss_factor = 1.0
+        self._given_up = False
 
     def __getstate__(self) -> dict[str, Any]:
         clean = object.__new__(type(self))
@@ -191,11 +192,17 @@ class Monitoring(ObservedStages):
             return
         every = interval if self.every_n_steps is None else self.every_n_steps
         if self._cadence.due(loop.step, every):
-            if not self._pooling(TRAIN):
+            first = not self._pooling(TRAIN)
+            self._begin_batch(TRAIN, loop)  # before all else: other processes count on it
+            if first:
                 self.flight_recorder.begin_step()
-            self._begin_batch(TRAIN, loop)
             if self._clipper is not None:
                 self._clipper.begin(model)
+
+    @property
+    def _step_is_due(self) -> bool:
+        """Whether the present step is to have a record, if only an empty one as it was given up."""
+        return self._pooling(TRAIN) or self._given_up
 
     @contextmanager
     def _meeting(self, name: str) -> Iterator[None]:
@@ -218,25 +225,34 @@ class Monitoring(ObservedStages):
             loop: The loop.
             model: The model.
         """
-        step = loop.step
-        record = self._observers[TRAIN].collect()  # the ranks meet here
-        judgement, near = Judgement(), self._cadence.near
-        with surviving(self._notices.add, f"making the record of step {step}"):
-            judgement = self._shown_record(loop, model, step, record)
-            near = judgement.near
-        self._cadence.near = near
+        step, self._given_up = loop.step, False
+        record = self._observers[TRAIN].collect() if self._pooling(TRAIN) else None  # the ranks meet here
+        judgement = Judgement(near=self._cadence.near)
+        clipped: dict[str, float] = {}
+        with surviving(self._notices.add, f"clipping at step {step}"):
+            clipped = self._clip(model, record or {}, step)  # and here
+        with surviving(self._notices.add, f"judging the record of step {step}"):
+            if record is not None:
+                self._forget_absent(record)
+            judgement = self._judged(step, record or {})
+        with surviving(self._notices.add, f"showing the record of step {step}"):  # what fails here swallows no event
+            self._show(loop, model, record, judgement, clipped)
+        self._cadence.near = judgement.near
         self._observe_alike()  # and here, whatever became of the record
         self._responder.respond(loop, model, judgement, step)
 
-    def _shown_record(
-        self, loop: Loop, model: nn.Module, step: int, record: Mapping[str, AttentionStatistics] | None
-    ) -> Judgement:
-        """Judge a record, publish it, and keep it."""
-        clipped = self._clip(model, record or {}, step)  # first: the ranks meet there if a head is above tau
+    def _show(
+        self,
+        loop: Loop,
+        model: nn.Module,
+        record: Mapping[str, AttentionStatistics] | None,
+        judgement: Judgement,
+        clipped: Mapping[str, float],
+    ) -> None:
+        """Keep and publish a record that was judged."""
+        step = loop.step
         if record is not None:
             self._audit(TRAIN, model, record)
-            self._forget_absent(record)
-        judgement = self._judged(step, record or {})
         # The model-wide tags must exist even without a record, or EarlyStopping ends the run.
         statistics = {layer: stats.only(self._recorded) for layer, stats in (record or {}).items()}
         if record is not None:
@@ -244,13 +260,13 @@ class Monitoring(ObservedStages):
         lost = None if record is None else self._observers[TRAIN].skipped
         open_heads = self._judge.tracker.open_heads
         notes = [*judgement.findings, *map(str, judgement.forecasts)]
-        self._publishers[TRAIN].publish(
-            loop, step, statistics, open_heads, judgement.changes, more=clipped, lost=lost, notes=notes
-        )
+        with surviving(self._notices.add, f"publishing the record of step {step}"):
+            self._publishers[TRAIN].publish(
+                loop, step, statistics, open_heads, judgement.changes, more=clipped, lost=lost, notes=notes
+            )
         changed = [*judgement.changes.opened, *judgement.changes.escalated]
         self.flight_recorder.record(loop, model, record or {}, self.saturation, changed, self.events)
         self._cadence.urgent |= self.flight_recorder.wants_next
-        return judgement
 
     def _finish_fit(self, loop: Loop) -> None:
         """Let go of the model."""
@@ -306,6 +322,7 @@ class Monitoring(ObservedStages):
 
     def _discard(self) -> None:
         """Drop what was observed of a step that did not end."""
+        self._given_up = False
         if self._clipper is not None:
             self._clipper.end()
         super()._discard()
@@ -315,11 +332,14 @@ class Monitoring(ObservedStages):
         text = f"{name} failed: {error_line(error)}"
         with suppress(Exception):
             self._notices.add(text)
-        for observer in self._observers.values():
+        for stage, observer in self._observers.items():
+            pooling = observer.pooling
             with suppress(Exception):
                 observer.fail(text)
-                if not observer.pooling:  # where processes meet it stays, and the record is lost as a whole
-                    self._cadence.give_up()
+            # Where processes meet it goes on pooling, and the record is lost as a whole.
+            if stage == TRAIN and pooling and not observer.pooling:
+                self._given_up = True
+                self._cadence.give_up()
 
     def _end_run(self) -> None:
         self._discard()

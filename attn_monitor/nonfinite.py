@@ -65,7 +65,8 @@ def where_it_began(
     step = seen_at or 0 if turn is None else turn.step
     loss = "" if turn is None else str(turn.loss)
     if earlier is not None and earlier.basis == "logits":
-        return replace(earlier, step=step, loss=loss, text=f"{start}; before that, {earlier.text}")
+        before = "before that, " if earlier.step < step else ""
+        return replace(earlier, step=step, loss=loss, text=f"{start}; {before}{earlier.text}")
     broken = broken_heads(statistics)
     total = sum(stats.heads for stats in statistics.values())
     if broken and (len(broken) < total or total == 1):

@@ -49,6 +49,7 @@ class Notices:
         self._said: set[str] = set()
         self._layers: set[tuple[str, str, str]] = set()
         self._events: dict[Topic, _Doubling[SaturationEvent]] = {}
+        self._heads: dict[Topic, set[tuple[str, int]]] = {}  # those that were told of or counted
         self._remedies: set[tuple[Topic, str]] = set()
         self._advice: set[str] = set()
         self._forecasts: _Doubling[Forecast] = _Doubling()
@@ -65,12 +66,13 @@ class Notices:
             text = f"{start}: {_by_reason(new)}"
             self._waiting.append((text, text))
 
-    def add_events(self, events: Sequence[SaturationEvent], start: str = "") -> None:
+    def add_events(self, events: Sequence[SaturationEvent], start: str = "", open_now: int | None = None) -> None:
         """Have something to say about events.
 
         Args:
             events: Those that are new or became critical at one step.
             start: What follows from them, if anything; then they are told in full whatever was told before.
+            open_now: How many heads have an open event, if that is known.
         """
         for topic, found in by_topic(events).items():
             counted = self._events.setdefault(topic, _Doubling())
@@ -79,7 +81,8 @@ class Notices:
             if first or start:
                 self.add("\n".join([f"{start}{heading(topic, len(news))}:", *listed(news, most=LISTED_ALOUD)]))
             elif news:
-                self.add(self._further(topic, news, counted))
+                self.add(self._further(topic, news, counted, open_now))
+            self._heads.setdefault(topic, set()).update(map(_head, news))
             self._remedies.update((topic, event.remedy) for event in worst_first(news)[:LISTED_ALOUD])
             start = ""
 
@@ -115,18 +118,31 @@ class Notices:
 
     def forget_said(self) -> None:
         """Start a run in which everything may be said again."""
-        for memory in (self._said, self._layers, self._events, self._remedies, self._advice):
+        for memory in (self._said, self._layers, self._events, self._heads, self._remedies, self._advice):
             memory.clear()
         self._forecasts = _Doubling()
 
-    def _further(self, topic: Topic, news: Sequence[SaturationEvent], counted: _Doubling[SaturationEvent]) -> str:
+    def _further(
+        self,
+        topic: Topic,
+        news: Sequence[SaturationEvent],
+        counted: _Doubling[SaturationEvent],
+        open_now: int | None,
+    ) -> str:
         """Return a line of events that came after the first; another if the worst of them needs something else."""
         worst = worst_first(news)[0]
-        heads = len({(event.layer, event.head) for event in news})
+        heads, known_heads = set(map(_head, news)), self._heads.get(topic, set())
+        told = heading(topic, len(heads - known_heads), more=True, again=len(heads & known_heads))
+        recovered = open_now is not None and open_now < len(heads | known_heads)
+        still = f", {count(open_now or 0, 'head')} flagged now" if recovered else ""
         which = "at" if len(news) == 1 else "the worst at"
-        text = f"{heading(topic, heads, more=True)} ({counted.total} events so far), {which} step {worst.latest}: "
+        text = f"{told} ({counted.total} events so far{still}), {which} step {worst.latest}: "
         known = (topic, worst.remedy) in self._remedies
         return text + worst.finding + ("" if known or not worst.explanation else f"\n  {worst.explanation}")
+
+
+def _head(event: SaturationEvent) -> tuple[str, int]:
+    return event.layer, event.head
 
 
 class _Doubling(Generic[_News]):

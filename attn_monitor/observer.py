@@ -77,7 +77,9 @@ class Observer:
         return None if lost else statistics
 
     def fail(self, told: str) -> None:
-        """Give the record of this step up; where several processes meet for it, this one still comes."""
+        """Give up the record that is being made, if one is; to one that several processes make this one still comes."""
+        if not self.pooling:
+            return
         if self.ranks is None:
             self.discard()
             return

@@ -278,7 +278,10 @@ class AttentionProbe:
         self._collector.settle()
         metric = AttentionMetric(statistics=self._statistics)
         metric.update(self._collector.sums)
-        return LayerStatistics(self._root_name(), metric.compute(losses=losses))
+        found = metric.compute(losses=losses)
+        for name, reason in metric.failures.items():
+            self._collector.drop(name, reason)
+        return LayerStatistics(self._root_name(), found)
 
     def compute_with(
         self, ranks: RankReduction, losses: int = 1, failure: str = ""

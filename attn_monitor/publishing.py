@@ -175,10 +175,11 @@ class Publisher:
 
     def _drawn(self, loop: Loop, snapshot: Snapshot) -> dict[str, Picture]:
         """Draw the pictures, if anyone takes them; what cannot be drawn is given up."""
-        wanted = any(takes_pictures(logger) or _is_tensorboard(logger) for logger in loop.loggers)
-        if not wanted or "drawing" in self._broken:
+        if "drawing" in self._broken:
             return {}
         try:
+            if not any(_is_tensorboard(logger) or takes_pictures(logger) for logger in loop.loggers):
+                return {}
             names = [name for name in self._dashboard.names if name in snapshot.tables]
             return {name: draw(name, snapshot, self._rule.default_limit) for name in names}
         except Exception as error:
@@ -189,10 +190,11 @@ class Publisher:
     def _log_pictures(self, loop: Loop, pictures: Mapping[str, Picture], step: int) -> None:
         tagged = {f"{self._prefix}{PICTURES}/{name}": picture for name, picture in pictures.items()}
         for name, logger in _named(loop.loggers).items():
-            if not tagged or not takes_pictures(logger) or name in self._broken:
+            if not tagged or name in self._broken:
                 continue
             try:
-                log_pictures(logger, tagged, step)
+                if takes_pictures(logger):
+                    log_pictures(logger, tagged, step)
             except Exception as error:
                 self._broken.add(name)
                 self._report(f"{name} gets no more images ({error_line(error)}); scalars go on")

@@ -158,20 +158,24 @@ class Clipper:
             model: The model.
             statistics: Those of the step the optimizer has just taken.
             agree: Tells whether something holds on every process; to be given where there are several. It is asked in
-                the same order everywhere, and only if a head is above tau.
+                the same order everywhere: once a record, and twice more for each head above tau.
             step: Its number, for the notice of the first clip.
 
         Returns:
             What was done, and what was not.
         """
-        self.end()
-        largest = largest_logits(statistics)
-        above = {layer: self._above(values) for layer, values in largest.items()}
-        above = {layer: heads for layer, heads in above.items() if heads}
+        largest: Mapping[str, Sequence[float]] = {}
+        above: dict[str, dict[int, float]] = {}
+        try:
+            self.end()
+            largest = largest_logits(statistics)
+            above = {layer: heads for layer, values in largest.items() if (heads := self._above(values))}
+        except Exception as error:  # the other processes ask in any case
+            self._broken = _told(error)
         if agree is None and _processes() > 1:
             return Clipped(refused=dict.fromkeys(above, _ALONE))
-        if agree is not None and above and not agree(not self._broken):
-            return Clipped(refused=dict.fromkeys(above, self._broken or _ELSEWHERE))
+        if agree is not None and not agree(not self._broken):
+            return Clipped(refused=dict.fromkeys(largest if self._broken else above, self._broken or _ELSEWHERE))
         if self._broken:
             return Clipped(refused=dict.fromkeys(largest, self._broken))
         try:
@@ -192,14 +196,17 @@ class Clipper:
         step: int | None,
     ) -> Clipped:
         entries, notes = self._entries(model, statistics, largest, above, several=agree is not None)
+        if agree is not None:  # all of them before anything else: what raises must not leave the others waiting
+            entries = {
+                layer: {head: _alike(entry, agree) for head, entry in own.items()} for layer, own in entries.items()
+            }
         clipped: list[ClippedHead] = []
         # With nan logits nothing is known either, but that is no matter of settings, and is told elsewhere.
         broken = {record.partition("@")[0] for record, stats in statistics.items() if bool(stats.nonfinite.any())}
         refused = {layer: _SAMPLED for layer, values in largest.items() if not values and layer not in broken}
         factors: dict[Slice, float] = {}
         lengths = head_lengths(statistics)
-        for layer, own in entries.items():
-            heads = own if agree is None else {head: _alike(entry, agree) for head, entry in own.items()}
+        for layer, heads in entries.items():
             for head, entry in heads.items():
                 if isinstance(entry, HeadWeights):
                     done = self._plan(layer, head, above[layer][head], entry, factors)

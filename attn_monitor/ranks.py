@@ -196,9 +196,10 @@ class RankReduction:
                 notes = {**other["notes"], **notes}
         missing = dict.fromkeys(metric.given_up, "not measured on another rank")
         losses = sum(int(header[_LOSSES]) for header in self._headers)
+        pooled = metric.compute(losses=max(losses, 1))
         return Record(
-            statistics=metric.compute(losses=max(losses, 1)),
-            skipped={**missing, **self._differing, **elsewhere, **seen.skipped},
+            statistics=pooled,
+            skipped={**missing, **self._differing, **metric.failures, **elsewhere, **seen.skipped},
             notes=notes,
         )
 

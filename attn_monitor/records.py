@@ -95,7 +95,7 @@ class AttentionStatistics:
         scale_ratio: scale * sqrt(D), 1 for textbook attention, [H].
         rows: Rows with at least one allowed key, [H].
         masked_rows: Rows without any allowed key, [H].
-        nonfinite: Allowed logits that are nan or inf, [H].
+        nonfinite: Unmasked logits that are nan or inf, [H].
         head_dim: D of query and key, `None` if unknown.
         keys: The largest number of keys.
         calls: How many attention calls are pooled.

@@ -53,7 +53,7 @@ class Responder:
             self._notices.add(text)
         self._notices.add_forecasts(judgement.forecasts)
         acting_on = critical if raising or stopping else []
-        self._notices.add_events([event for event in affected if event not in acting_on])
+        self._notices.add_events([event for event in affected if event not in acting_on], open_now=changes.open_heads)
         if stopping:
             waits = loop.stop()
             start = f"training stops{f' as soon as {waits} allow it' if waits else ''}, "

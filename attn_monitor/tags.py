@@ -34,7 +34,7 @@ HISTOGRAMS = "attn_heads_histogram"
 BESIDE_THE_CATALOG = {
     RATIO: "what the saturation rule compares with its limit: logit_row_std / sqrt(d_k) unless it says otherwise",
     "scale_ratio": "scale * sqrt(d_k): 1 for textbook attention",
-    "nonfinite": "number of allowed logits that are nan or inf",
+    "nonfinite": "number of unmasked logits that are nan or inf",
 }
 """The definitions of the per-head numbers that are no statistics."""
 CLIPPED_HEADS = f"{PLUGIN}/clipped_heads"

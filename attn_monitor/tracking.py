@@ -31,6 +31,8 @@ class Changes:
     """Layer and head of the events that ended."""
     ended: list[SaturationEvent] = field(default_factory=list)
     """The same events, with the numbers of the observation that ended them."""
+    open_heads: int | None = field(default=None, compare=False)
+    """How many heads have an open event now; told only where one opened or became critical."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,8 @@ class _Reading:
     factors: dict[str, float]
     lost: dict[str, float]
     """Factors that were measured and are not finite."""
+    broken_before: str
+    """The first layer of the record with logits that are not finite, if this is a later one."""
 
 
 class SaturationTracker:
@@ -86,18 +90,20 @@ class SaturationTracker:
         """Take in one observation of some layers and return what it changed."""
         changes = Changes()
         collapsed = self._collapse.update(statistics)
+        broken = ""
         for layer, stats in statistics.items():
             if len(self._layers.get(layer, ())) != stats.heads:  # new, or another model under the same name
                 self._layers[layer] = [_Head() for _ in range(stats.heads)]
             rule = self.rule.of(layer)
             if layer not in collapsed and self._uneventful(layer, rule, stats):
                 continue
-            readings = _readings(rule, stats)
+            readings = _readings(rule, stats, broken)
+            broken = broken or (layer if any(reading.nonfinite for reading in readings) else "")
             for index, reading in enumerate(readings):
                 self._advance(_Place(step, layer, index), reading, layer in collapsed, changes)
             if layer in collapsed:
                 self._condemn(step, layer, readings, collapsed[layer], changes)
-        return changes
+        return replace(changes, open_heads=self.open_heads) if changes.opened or changes.escalated else changes
 
     def _uneventful(self, layer: str, rule: SaturationRule, stats: AttentionStatistics) -> bool:
         """Tell whether nothing is to be noted of a layer; a large model has thousands of heads, mostly healthy ones."""
@@ -312,13 +318,23 @@ def _explained(head: _Head, reading: _Reading, kind: Kind) -> dict[str, Any]:
 def _diagnosis(head: _Head, reading: _Reading, kind: Kind) -> Diagnosis:
     if kind == "nonfinite":
         reach = reading.overflow if reading.overflow >= OVERFLOW_AHEAD else None
-        return diagnose_nonfinite(reading.lost, reading.factors, reach)
+        return diagnose_nonfinite(reading.lost, reading.factors, reach, _product_reach(reading), reading.broken_before)
     sink_mass = reading.sink_mass if kind == "saturated" else None  # resting is no excuse for an overflow
     found = diagnose(reading.factors, head.baseline, since=head.since, head_dim=reading.head_dim, sink_mass=sink_mass)
     return found if kind == "saturated" else diagnose_overflow(found)
 
 
-def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading]:
+def _product_reach(reading: _Reading) -> float | None:
+    """Return how far q.k comes to the end of float16 where a model scales only afterwards, if it comes near."""
+    ratio, largest = reading.factors.get("scale_ratio"), reading.factors.get("logit_max")
+    if not ratio or largest is None or reading.head_dim is None:
+        return None
+    scale = abs(ratio) / math.sqrt(reading.head_dim)
+    reach = largest / scale / FLOAT16_MAX
+    return reach if scale < 1 and reach >= OVERFLOW_AHEAD else None
+
+
+def _readings(rule: SaturationRule, stats: AttentionStatistics, broken_before: str = "") -> list[_Reading]:
     """Return what the record says about each head; one conversion per tensor."""
     missing = [math.nan] * stats.heads
     measured = {name: tensor.tolist() for name, tensor in stats.measured().items()}
@@ -340,6 +356,7 @@ def _readings(rule: SaturationRule, stats: AttentionStatistics) -> list[_Reading
             sink_mass=measured.get("sink_mass", missing)[index],
             factors={factor: value for factor, value in factors[index].items() if math.isfinite(value)},
             lost={factor: value for factor, value in factors[index].items() if not math.isfinite(value)},
+            broken_before=broken_before,
         )
         for index in range(stats.heads)
     ]

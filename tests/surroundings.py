@@ -27,7 +27,7 @@ def hostile_surroundings() -> Iterator[None]:
     torch.set_default_dtype(torch.float16)
     try:
         visible = patch.object(unseen, "without_dispatch_modes", nullcontext)
-        sync = NoSync()  # type: ignore[no-untyped-call]
+        sync = NoSync()  # type: ignore[no-untyped-call] # torch has no hints for it
         with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), visible, sync:
             yield
     finally:

@@ -72,7 +72,7 @@ def test_a_report_says_what_broke_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(tmp_path), "--summary-only"]) == 0
     text = capsys.readouterr().out
     assert "flight record of step 5" in text
-    assert text.count("allowed logits that are nan or inf") == 1
+    assert text.count("unmasked logits that are nan or inf") == 1
     assert text.count("what helps:") == 1
 
 

@@ -39,7 +39,7 @@ def test_a_head_is_warned_of_once_until_it_recovers() -> None:
     assert len(said) == 2
     assert said[0].startswith("1 head is newly saturated:\n  step 1: head 1 of net.blocks.0 is")
     assert "(limit 0.5)" in said[0]
-    assert said[1].startswith("1 more head is newly saturated (2 events so far), at step 6: head 1 of net.blocks.0 is")
+    assert said[1].startswith("1 head is saturated again (2 events so far), at step 6: head 1 of net.blocks.0 is")
     assert "\n" not in said[1]  # the remedy was told
 
 
@@ -208,7 +208,7 @@ def test_nan_and_inf_are_counted_flagged_and_said(broken: float) -> None:
     assert first.nonfinite.tolist() == [3 * 5 * 5, 0]
     event = monitor.events[0]
     assert (event.step, event.head, event.statistic, event.value, event.severity) == (0, 0, "nonfinite", 75, "critical")
-    assert any("step 0: head 0 of net.blocks.0 has 75 allowed logits that are nan or inf" in text for text in said)
+    assert any("step 0: head 0 of net.blocks.0 has 75 unmasked logits that are nan or inf" in text for text in said)
     told, *later = [text for text in said if "critical" in text]
     assert all(text.startswith("1 more head is critical, its logits are nan or inf (") for text in later)
     assert told.startswith("1 head is critical, its logits are nan or inf:\n  step 0: head 0 of net.blocks.0 has 75")

@@ -100,7 +100,7 @@ def test_missing_loggers_are_mentioned_at_most_once(settings: dict[str, Any], hi
 
 def test_a_logger_without_an_experiment_is_enough(tmp_path: Path) -> None:
     class Plain(Logger):
-        rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 - one logger in one test
+        rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 # one logger in one test
 
         @property
         def name(self) -> str:

@@ -9,26 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from attn_monitor.diagnosis import (
-    BROKEN,
     INITIAL,
     LEARNED_SCALE,
     NORMS,
-    PRECISION,
     SCALE,
-    SINGLE,
     SLOWER,
-    UNKNOWN,
     diagnose,
 )
 from attn_monitor.events import SaturationEvent
 from attn_monitor.forecast import Forecast
-from attn_monitor.functional import attention_statistics
 from attn_monitor.judge import Judge
 from attn_monitor.notices import Notices
 from attn_monitor.saturation import SaturationRule
@@ -152,64 +145,6 @@ def test_shares_that_are_told_add_up_to_100(by: list[float]) -> None:
     assert 0 not in told
 
 
-def nonfinite_events(query: Tensor, key: Tensor, **options: Any) -> list[SaturationEvent]:
-    """Return the events of nan and inf logits after a healthy record of two heads."""
-    generator = torch.Generator().manual_seed(1)
-    tracker = SaturationTracker(SaturationRule())
-    healthy = torch.randn(2, 2, 2, 11, 13, generator=generator)
-    tracker.update(0, {"a": attention_statistics(*healthy)})
-    changes = tracker.update(7, {"a": attention_statistics(query, key, **options)})
-    return [event for event in changes.opened if event.kind == "nonfinite"]
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "cause", "remedy"),
-    [
-        (math.nan, 1.0, "every query of the head is nan or inf", BROKEN),
-        (1.0, math.inf, "every key of the head is nan or inf", BROKEN),
-        (math.nan, math.nan, "every query and every key of the head is nan or inf", BROKEN),
-        (1e20, 1e20, "an overflow, q_rms and k_rms are inf", PRECISION),
-    ],
-)
-@pytest.mark.parametrize("scale", [None, 1.0])
-def test_logits_that_are_nan_are_told_by_what_was_measured_of_them(
-    query: float, key: float, cause: str, remedy: str, scale: float | None
-) -> None:
-    q, k = torch.randn(2, 2, 2, 11, 13, generator=torch.Generator().manual_seed(3))
-    q[:, 1], k[:, 1] = query * q[:, 1], key * k[:, 1]
-    (event,) = nonfinite_events(q, k, scale=scale)
-    assert (event.head, event.cause, event.remedy) == (1, f"likely cause: {cause}", remedy)
-    assert event.shares == {}
-
-
-@pytest.mark.parametrize("where", ["token", "mask"])
-def test_nan_in_a_token_or_the_mask_is_no_matter_of_the_scale(where: str) -> None:
-    q, k = torch.randn(2, 2, 2, 11, 13, generator=torch.Generator().manual_seed(3))
-    mask = torch.zeros(11, 11)
-    if where == "token":
-        q[0, :, 5] = math.nan
-    else:
-        mask[3, 4] = math.nan
-    events = nonfinite_events(q, 9 * k, attn_mask=mask, scale=1.0)  # the scale is missing, and k_rms has grown
-    assert [event.explanation for event in events] == [
-        "likely cause: single tokens, the mask or the bias, as other queries and keys of the head are finite; "
-        f"what helps: {SINGLE}"
-    ] * 2
-
-
-def test_logits_beside_nan_that_are_near_the_end_of_float16_speak_of_an_overflow() -> None:
-    tracker = SaturationTracker(SaturationRule())
-    values: dict[str, Any] = {name: [value] for name, value in FIRST.items()}
-    tracker.update(0, {"a": make_record(1, **values)})
-    now = tracker.update(1, {"a": make_record(1, **{**values, "logit_max": [52000.0]}, nonfinite=[4])}).opened
-    assert [event.kind for event in now] == ["nonfinite", "overflow"]
-    assert now[0].explanation == (
-        "likely cause: an overflow, the finite logits reach 79% of the largest float16 number; what helps: " + PRECISION
-    )
-    unknown = tracker.update(2, {"b": make_record(1, head_dim=None, nonfinite=[4])}).opened
-    assert [event.explanation for event in unknown] == [f"what helps: {UNKNOWN}"]
-
-
 def test_what_helps_against_an_overflow_is_what_helps_against_its_cause() -> None:
     tracker = SaturationTracker(SaturationRule(threshold=1e9))
     values: dict[str, Any] = {name: [value] for name, value in FIRST.items()}
@@ -256,6 +191,30 @@ def an_event(head: int, **more: Any) -> SaturationEvent:
     settings: dict[str, Any] = {"statistic": "logit_row_std", "value": 9.0, "severity": "critical", "head_dim": 64}
     settings |= {"ratio": 9.0 - head / 10, "threshold": 0.5, "critical_reason": "only 31% gets through", **more}
     return SaturationEvent(step=3, layer="a", head=head, **settings)
+
+
+def test_a_head_that_was_flagged_before_is_counted_once_and_told_as_again() -> None:
+    notices = Notices()
+    waves = [([0], 1), ([1], 2), ([0, 2], 3), ([0, 1, 3, 1], 2), ([0, 1, 2, 3, 0, 1, 2, 3], 4)]
+    for heads, open_now in waves:
+        events = [an_event(head, severity="warning", critical_reason="") for head in heads]
+        notices.add_events(events, open_now=open_now)
+    assert [text.split(":")[0] for text in said_of(notices)] == [
+        "1 head is newly saturated",
+        "1 more head is newly saturated (2 events so far), at step 3",
+        "1 more head is newly saturated, 1 again (4 events so far), the worst at step 3",
+        "1 more head is newly saturated, 2 again (8 events so far, 2 heads flagged now), the worst at step 3",
+        "4 heads are saturated again (16 events so far), the worst at step 3",
+    ]
+
+
+def test_the_number_of_heads_that_are_flagged_now_is_known_where_one_opens() -> None:
+    tracker = SaturationTracker(SaturationRule())
+    found = [
+        tracker.update(step, {"a": make_record(logit_row_std=list(values))}).open_heads
+        for step, values in enumerate([(6.0, 1.0), (1.0, 6.0), (6.0, 6.0), (6.0, 6.0)])
+    ]
+    assert found == [1, 1, 2, None]
 
 
 def test_a_warning_lists_three_heads_and_says_why_it_is_critical_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -70,12 +71,12 @@ def one_head(*ratios: float, **more: Any) -> FlightRecord:
         ),
         (
             one_head(0.7, INF, losses=[(10, 2.0), (20, NAN)]),
-            ["  step 20: largest ratio inf, head 0 of a"],
+            ["  step 20: loss nan, largest ratio inf, head 0 of a"],
             [
                 "",
-                "  last observations  largest ratio  of",
-                "  step 10            0.7            head 0 of a",
-                "  step 20            inf            head 0 of a",
+                "  last observations  loss  largest ratio  of",
+                "  step 10            2     0.7            head 0 of a",
+                "  step 20            nan   inf            head 0 of a",
             ],
         ),
         (one_head(NAN), ["  step 10: no ratio was measured"], ["  step 10: no ratio was measured"]),
@@ -92,6 +93,23 @@ def test_no_section_is_a_heading_alone(record: FlightRecord, brief: list[str], f
     heading = f"run: flight record of step {record.step}: critical event"
     assert summarize_flight(Flight("run", record), brief=True).splitlines() == [heading, *brief]
     assert summarize_flight(Flight("run", record)).splitlines() == [heading, *full]
+
+
+def test_a_loss_that_was_logged_later_stands_beside_the_only_observation_that_it_can_be_of() -> None:
+    logged = [(5, 4.0), (10, 3.5), (23, 3.0), (31, 2.5), (37, 2.25), (41, NAN)]
+    text = summarize_flight(Flight("run", one_head(0.1, 0.2, 0.3, 0.4, losses=logged)))
+    rows = [" ".join(line.split()) for line in text.splitlines()[-4:]]
+    assert rows == [
+        "step 10 3.5 0.1 head 0 of a",
+        "step 20 3 (step 23) 0.2 head 0 of a",
+        "step 30 - 0.3 head 0 of a",  # of two steps later: which of them is not known
+        "step 40 nan (step 41) 0.4 head 0 of a",
+    ]
+
+
+def test_the_file_says_where_its_gradient_norms_are_those_after_clipping() -> None:
+    about = json.loads(to_json(one_head(0.7)))["about"]
+    assert "before clipping; under the Trainer of transformers after it" in about
 
 
 def test_a_brief_section_names_the_head_of_nan_logits_beside_the_loss() -> None:

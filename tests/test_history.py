@@ -6,7 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from attn_monitor import AttentionMonitor
 from attn_monitor.functional import attention_statistics
-from attn_monitor.history import MOST_BYTES, history_from, history_state
+from attn_monitor.history import MOST_BYTES, MOST_TENSORS, history_from, history_state
 from attn_monitor.records import AttentionStatistics
 from tests.models import LIGHTNING_ADVICE, Lit, loader, make_record, quiet
 from tests.scripted import fit
@@ -70,7 +70,11 @@ def test_no_history_is_no_history() -> None:
 
 
 def test_records_alike_share_what_is_no_number() -> None:
-    state = history_state([(step, {"a": make_record(logit_max=[1.0, step])}) for step in range(97)])
+    records = [(step, {"a": replace(make_record(logit_max=[1.0, step]), keys=step + 2, calls=3)}) for step in range(97)]
+    state = history_state(records)
+    assert [(record["a"].keys, record["a"].calls) for _, record in history_from(state)] == [
+        (step + 2, 3) for step in range(97)
+    ]
     assert len(state["layouts"]) == 1
     assert sum(isinstance(value, torch.Tensor) for value in state.values()) == 1
 
@@ -105,6 +109,13 @@ def test_a_damaged_state_is_refused_or_gives_records(junk: Any) -> None:
         assert all(statistics.measured() for _, record in found for statistics in record.values()), place
 
 
+def test_no_more_tensors_are_kept_than_are_soon_saved() -> None:
+    layers = {f"layers.{layer}": make_record(1, logit_max=[1.0]) for layer in range(503)}  # four tensors each
+    found = history_from(history_state([(step, layers) for step in range(29)]))
+    assert [step for step, _ in found] == list(range(5, 29))
+    assert len(found) == MOST_TENSORS // (4 * 503)
+
+
 def test_a_resumed_run_has_the_history_of_an_unbroken_one(tmp_path: Path) -> None:
     def lit() -> Lit:
         torch.manual_seed(0)
@@ -129,7 +140,10 @@ def test_a_resumed_run_has_the_history_of_an_unbroken_one(tmp_path: Path) -> Non
         ({}, "its parts do not fit (KeyError: 'version')"),
         ([], "its parts do not fit (TypeError: "),
         ({"version": 1, "values": torch.zeros(3), "records": [], "layouts": []}, "expected 0 numbers, got 3"),
-        ({"version": 1, "values": torch.zeros(3), "records": [[0, 1]], "layouts": []}, "its parts do not fit (Index"),
+        (
+            {"version": 1, "values": torch.zeros(3), "records": [[0, 1, []]], "layouts": []},
+            "its parts do not fit (Index",
+        ),
     ],
 )
 def test_a_history_that_does_not_fit_is_left_out_and_told(broken: Any, said: str) -> None:

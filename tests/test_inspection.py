@@ -142,4 +142,4 @@ def test_what_shows_itself_is_not_blind() -> None:
 
 def test_what_is_no_module_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module, got int"):
-        inspect_attention(3)  # type: ignore[arg-type]
+        inspect_attention(3)  # type: ignore[arg-type] # the mistake

@@ -180,7 +180,7 @@ def test_wandb_has_every_value_and_the_pictures(offline: Path) -> None:
     logger = WandbLogger(save_dir=offline, project="attention", offline=True)
     monitor, last = train(logger)
     run: Any = logger.experiment
-    summary = {name: run.summary[name] for name in run.summary.keys()}  # noqa: SIM118 - it can't be iterated over
+    summary = {name: run.summary[name] for name in run.summary.keys()}  # noqa: SIM118 # it can't be iterated over
     assert {tag: summary[tag] for tag in last} == pytest.approx(last, rel=1e-6)
     assert {name for name in summary if name.startswith("attn_")} == {*last, *PICTURES}
     assert summary["trainer/global_step"] == STEPS - 1

@@ -88,12 +88,18 @@ def test_compute_depends_on_its_argument_and_repeats() -> None:
         assert norm.tolist() == [expected] * 3
 
 
-CASTS: dict[str, Callable[[nn.Module], Any]] = {
+def metric_of(modules: nn.ModuleList) -> AttentionMetric:
+    [metric] = modules
+    assert isinstance(metric, AttentionMetric)
+    return metric
+
+
+CASTS: dict[str, Callable[[nn.ModuleList], Any]] = {
     "half": lambda module: module.half(),
     "bfloat16": lambda module: module.bfloat16(),
     "to dtype": lambda module: module.to(torch.float16),
     "to meta": lambda module: module.to("meta"),
-    "set_dtype": lambda module: module[0].set_dtype(torch.float16),  # type: ignore[index]
+    "set_dtype": lambda module: metric_of(module).set_dtype(torch.float16),
 }
 
 

@@ -215,7 +215,7 @@ def test_two_probes_each_see_everything() -> None:
 def test_what_is_no_tensor_is_skipped_too() -> None:
     class Wrong(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            observe_logits("logits", [x])  # type: ignore[arg-type]
+            observe_logits("logits", [x])  # type: ignore[arg-type] # the mistake
             return x
 
     model = Wrong()

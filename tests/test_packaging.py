@@ -195,14 +195,37 @@ def test_the_table_of_rooms_names_every_module() -> None:
         assert {name.rstrip("/") for name in re.findall(r"`([\w/]+)`", rows[room])} == modules
 
 
+def imported_modules(source: str) -> set[str]:
+    """Return the modules and packages at the top of attn_monitor that a source imports, in whatever form."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {name[1] for name in parts if name[0] == "attn_monitor" and len(name) > 1} & ROOM_OF.keys()
+
+
+def test_every_form_of_import_is_seen() -> None:
+    forms = """
+import attn_monitor.cli, attn_monitor.capture.tags as t
+from attn_monitor import callback, __version__
+from attn_monitor.events import AttentionWarning
+def f():
+    from attn_monitor.reports import report
+"""
+    assert imported_modules(forms) == {"cli", "capture", "callback", "events", "reports"}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "attn_monitor").rglob("*.py")), ids=lambda path: path.stem)
 def test_imports_run_along_the_arrows(path: Path) -> None:
     module = path.relative_to(ROOT / "attn_monitor").parts[0].removesuffix(".py")
     if module == "__init__":
         return
-    imports = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     assert module in ROOM_OF, "a new file: give it a room, here and in docs/design.md"
-    used = {name.split(".")[1] for name in imports if name.startswith("attn_monitor.")}
+    used = imported_modules(path.read_text(encoding="utf-8"))
     assert {name for name in used if ROOM_OF[name] not in reached(ROOM_OF[module])} == set()
 
 

@@ -45,7 +45,7 @@ def test_bad_arguments_fail_at_construction(options: dict[str, Any], error: type
 
 def test_a_model_must_be_a_module() -> None:
     with pytest.raises(TypeError, match=r"expects a torch.nn.Module, got function"):
-        AttentionProbe(lambda x: x)  # type: ignore[arg-type]
+        AttentionProbe(lambda x: x)  # type: ignore[arg-type] # the mistake
 
 
 def test_a_pattern_that_matches_nothing_lists_the_modules_and_attaches_nothing() -> None:
@@ -169,7 +169,7 @@ class DistributedDataParallel(Wrapper):
         DistributedDataParallel,
         lambda net: Wrapper("_fsdp_wrapped_module", net),
         lambda net: Wrapper("_forward_module", net),  # Fabric
-        lambda net: DistributedDataParallel(torch.compile(net, backend="eager")),  # type: ignore[arg-type]
+        lambda net: DistributedDataParallel(torch.compile(net, backend="eager")),  # type: ignore[arg-type] # it stays a module
         lambda net: torch.compile(DistributedDataParallel(net), backend="eager"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_mode_of_the_users_survives_ours() -> None:
 
     class Enters(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            other.__enter__()  # type: ignore[no-untyped-call]
+            other.__enter__()  # type: ignore[no-untyped-call] # torch has no hints for it
             raise KeyboardInterrupt
 
     model = Enters()

@@ -103,7 +103,7 @@ class NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("attend", SPELLINGS, ids=lambda attend: attend.__name__)
 def test_nothing_waits_for_the_device_while_the_model_runs(attend: Any) -> None:
     attention = Attention(attend)
-    with AttentionProbe(attention) as probe, NoSync():  # type: ignore[no-untyped-call]
+    with AttentionProbe(attention) as probe, NoSync():  # type: ignore[no-untyped-call] # torch has no hints for it
         attention(torch.randn(B, T, E)).square().sum().backward()
     if attend.__name__ != "indexed_fill":  # its own fill waits
         assert not probe.skipped

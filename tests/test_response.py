@@ -260,7 +260,7 @@ def test_what_is_nan_is_told_first_and_as_critical() -> None:
         "1 head has logits near the end of float16:",
     ]
     assert str(AttentionSaturationError([broken])).startswith(
-        "logits are nan or inf\n  step 3: head 1 of a has 5 allowed"
+        "logits are nan or inf\n  step 3: head 1 of a has 5 unmasked"
     )
     both = AttentionSaturationError([broken, an_event(3, 0, severity="critical")])
     assert str(both).startswith("attention is critically saturated and logits are nan or inf\n")

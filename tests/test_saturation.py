@@ -130,8 +130,9 @@ def test_nonfinite_logits_are_a_critical_event_at_once_and_only_once() -> None:
     (event,) = tracker.update(7, {"a": broken}).opened
     assert (event.statistic, event.value, event.severity, event.ratio) == ("nonfinite", 3.0, "critical", math.inf)
     assert str(event) == (
-        "step 7: head 1 of a has 3 allowed logits that are nan or inf\n"
-        "  what helps: look at the inputs and the step before; keep the logits and the softmax in float32"
+        "step 7: head 1 of a has 3 unmasked logits that are nan or inf\n"
+        "  what helps: look at the inputs and the step before; in float16 or bfloat16 keep the logits and the softmax "
+        "in float32"
     )
     assert tracker.update(8, {"a": broken}).opened == []
     changes = tracker.update(9, {"a": make_record(logit_row_std=[1.0, 1.0])})

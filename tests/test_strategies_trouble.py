@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from pytorch_lightning.strategies import DDPStrategy
 
-from attn_monitor import AttentionMonitor, AttentionProbe
+from attn_monitor import AttentionMonitor, AttentionProbe, QKClip
 from attn_monitor.statistics import attention_rows
 from tests.models import LIGHTNING_ADVICE
 from tests.processes import run_ranks
@@ -121,3 +121,33 @@ def test_a_hook_that_fails_on_one_rank_costs_a_record_at_most() -> None:
         assert found["steps"] == STEPS
         lost = 0 if place in ("callback.log_interval", "cadence.Cadence.start") else 1
         assert len(found["history"]) == STEPS - lost, place
+
+
+def clip_that_fails(rank: int) -> dict[str, Any]:
+    """QK-Clip raises once on rank 1, before it asks the others and after."""
+    found = {}
+    for place in ("largest_logits", "head_lengths"):
+        name = f"attn_monitor.qk_clip.{place}"
+        real = pkgutil.resolve_name(name)
+        calls: list[int] = []
+
+        def once(*args: Any, real: Any = real, calls: list[int] = calls, **kwargs: Any) -> Any:
+            calls.append(1)
+            if rank == 1 and len(calls) == 2:
+                raise MemoryError("ours")
+            return real(*args, **kwargs)
+
+        with patch(name, once):
+            monitor = AttentionMonitor(every_n_steps=1, mitigation=QKClip(tau=0.01))
+            found[place] = outcome(rank, DDPStrategy(), Uneven(), monitor)
+            found[place]["calls"] = len(calls)
+    return found
+
+
+def test_a_clip_that_fails_on_one_rank_holds_up_no_other() -> None:
+    first, second = run_ranks(clip_that_fails, WORLD)
+    for place, found in first.items():
+        assert found["calls"] >= 2, place
+        assert found["steps"] == second[place]["steps"] == STEPS
+        assert len(found["history"]) == STEPS
+        assert any("QK-Clip" in text for text in found["said"]), place

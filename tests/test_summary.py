@@ -29,7 +29,7 @@ def test_a_collapse_is_told() -> None:
         "",
         "  beside it                    step 0  step 20 (first event)  step 30",
         "  train_loss                   4       2.5                    3.5",
-        "  val_loss                     -       4.5                    3.75",
+        "  val_loss                     -       4.5 (step 9)           3.75 (step 25)",
         "  grad_2.0_norm_total          7       50                     0.25",
         "  grad_logits_norm, all heads  3       1                      0.5",
     ]
@@ -66,6 +66,15 @@ def test_a_ratio_that_is_inf_is_the_largest() -> None:
     assert "the largest saturation_ratio is inf, head 0 of encoder.0 at step 0" in summarize(
         replace(run, tables=bare, events=[])
     )
+
+
+def test_a_run_whose_heads_were_flagged_before_it_says_that_none_was_newly_flagged() -> None:
+    lines = summarize(replace(collapsing(), events=[])).splitlines()  # the head's event is in the run before
+    assert lines[1:3] == [
+        "  no event in this run: no head was newly flagged, the largest saturation_ratio is 2.4, head 2 of decoder.0 "
+        "at step 30 (limit 0.5)",
+        "  1 of 6 heads above the limit at some observation, 1 at the last",
+    ]
 
 
 def test_growth_of_a_healthy_head_has_no_cause() -> None:
@@ -124,7 +133,10 @@ def test_a_training_without_events_does_not_hide_heads_above_the_limit() -> None
 def test_a_value_beside_it_is_never_of_a_later_step() -> None:
     scalars = {"train_loss": make_series(2.5, 1.5, steps=(9, 19)), "val_loss": make_series(3.5, steps=(31,))}
     lines = summarize(replace(collapsing(), scalars=scalars)).splitlines()
-    assert [line.split() for line in lines[-3:-1]] == [["train_loss", "-", "1.5", "1.5"], ["val_loss", "-", "-", "-"]]
+    assert [" ".join(line.split()) for line in lines[-3:-1]] == [
+        "train_loss - 1.5 (step 19) 1.5 (step 19)",
+        "val_loss - - -",
+    ]
 
 
 def test_heads_with_nan_come_first() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,40 +15,21 @@ import wandb
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from attn_monitor import AttentionMonitor, AttentionSaturationError, QKClip
 from attn_monitor.events import AttentionWarning
 from attn_monitor.integrations.transformers import STATE_FILE, AttentionMonitorCallback
+from tests.language_models import LAYERS, language_model
 from tests.models import LIGHTNING_ADVICE, quiet, read_events
-from tests.processes import run_ranks
 
 pytestmark = LIGHTNING_ADVICE
 
-CONFIG = LlamaConfig(
-    vocab_size=29,
-    hidden_size=24,
-    intermediate_size=17,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    max_position_embeddings=32,
-)
-LAYERS = [f"model.layers.{number}.self_attn" for number in range(2)]
 BATCH, LENGTH, STEPS = 3, 11, 4
 CHECKPOINTING = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
 """Its name in old versions of transformers is the second."""
-
-
-def language_model(gain: float = 1.0) -> LlamaForCausalLM:
-    torch.manual_seed(5)
-    model = LlamaForCausalLM(copy.deepcopy(CONFIG))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= gain
-    return model
 
 
 class Text(IterableDataset[dict[str, Tensor]]):
@@ -338,25 +317,3 @@ def test_outside_of_a_trainer_there_is_an_error_that_says_so() -> None:
     monitor: Any = AttentionMonitorCallback()
     with pytest.raises(RuntimeError, match=r"expects to be called by transformers\.Trainer"):
         monitor.on_train_begin(TrainingArguments("unused", use_cpu=True), None, None, model=nn.Linear(2, 2))
-
-
-def on_rank(rank: int, folder: str) -> Any:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29519"
-    )
-    monitor = AttentionMonitorCallback()
-    trainer, said = train(Path(folder), monitor, steps=2, ddp_backend="gloo", report_to="none")
-    values = [
-        {layer: {name: v.tolist() for name, v in stats.measured().items()} for layer, stats in record.items()}
-        for _, record in monitor.history
-    ]
-    return values, trainer.args.world_size, [text for text in said if "nothing" not in text]
-
-
-@pytest.mark.slow
-def test_ranks_have_one_record(tmp_path: Path) -> None:
-    first, second = run_ranks(on_rank, 2, str(tmp_path))
-    assert first == second
-    values, world, said = first
-    assert (world, said, len(values)) == (2, [], 2)
-    assert list(values[0]) == LAYERS

@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attn_monitor.arguments import attention_call, check_output, softmax_call
+from attn_monitor.arguments import attention_call, check_output, check_tensor, softmax_call
 from attn_monitor.capture.adapters import check_measurable
 from attn_monitor.capture.sighting import Sighting, UnmeasurableError
+from attn_monitor.phrases import error_line
 from attn_monitor.unseen import unseen
 
 
@@ -65,8 +66,9 @@ def _check_name(name: object, function: str, tensors: str) -> None:
 
 def _refuse(name: object, function: str, error: Exception) -> None:
     """Tell every watcher why a call that was shown can't be measured."""
+    said = isinstance(error, (UnmeasurableError, ValueError, TypeError))  # in our words, what others say needs a type
     for watcher in tuple(_watchers):
-        watcher.not_observed(name if isinstance(name, str) else function, str(error))
+        watcher.not_observed(name if isinstance(name, str) else function, str(error) if said else error_line(error))
 
 
 def observe_attention(
@@ -84,7 +86,7 @@ def observe_attention(
 ) -> None:
     """Show an attention that no one can see from outside: a custom kernel, an extension, a hand-written softmax.
 
-    Does nothing when no probe or monitor is watching, and never raises for the tensors it is given: what can't be
+    Does nothing when no probe or monitor is watching, and never raises for what it is given: what can't be
     measured is listed in `skipped` under the name.
 
     Args:
@@ -122,21 +124,23 @@ def observe_attention(
     try:
         with unseen():
             _check_name(name, "observe_attention", "query, key")
+            check_tensor("query", query)
+            check_tensor("key", key)
             check_measurable(query, key)
             call = attention_call(
-                query.detach(),
-                key.detach(),
-                value.detach() if value is not None else None,
-                attn_mask=attn_mask.detach() if attn_mask is not None else None,
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
                 is_causal=is_causal,
                 scale=scale,
                 enable_gqa=enable_gqa,
                 softcap=softcap,
             )
-            # Without the kernel's output nothing tells the gradient.
-            differentiable = output is not None and torch.is_grad_enabled() and output.requires_grad
             if output is not None:
                 check_output(output, call, value)
+            # Without the kernel's output nothing tells the gradient.
+            differentiable = output is not None and torch.is_grad_enabled() and output.requires_grad
             sighting = Sighting(
                 call=call,
                 logits=None,
@@ -144,7 +148,7 @@ def observe_attention(
                 differentiable=differentiable,
                 path="observed",
             )
-    except (UnmeasurableError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:
         _refuse(name, "observe_attention", error)
         return
     _show(name, sighting, output)
@@ -154,7 +158,8 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
     """Show the logits of a softmax that is not recognised as attention: contrastive, routing or written by hand.
 
     Entries of -inf, the dtype's smallest number and values <= -9.9e8 count as masked. The gradient of the logits is
-    measured when they take one. Does nothing when no probe or monitor is watching.
+    measured when they take one. Does nothing when no probe or monitor is watching, and never raises for what it is
+    given: what can't be measured is listed in `skipped` under the name.
 
     Args:
         name: The name of its record.
@@ -181,13 +186,14 @@ def observe_logits(name: str, logits: Tensor, dim: int = -1, head_dim: int | Non
     try:
         with unseen():
             _check_name(name, "observe_logits", "logits")
+            check_tensor("logits", logits)
             check_measurable(logits)
-            call, canonical = softmax_call(logits.detach(), dim=dim, head_dim=head_dim)
+            call, canonical = softmax_call(logits, dim=dim, head_dim=head_dim)
             differentiable = torch.is_grad_enabled() and logits.requires_grad
             sighting = Sighting(
                 call=call, logits=logits, canonical=canonical, differentiable=differentiable, path="observed"
             )
-    except (UnmeasurableError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:
         _refuse(name, "observe_logits", error)
         return
     _show(name, sighting, None)

@@ -12,13 +12,12 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no hints
 
@@ -27,6 +26,13 @@ from attn_monitor.commands.errors import FAILED, OK, CommandError
 from attn_monitor.events import AttentionWarning, SaturationEvent
 from attn_monitor.phrases import error_line
 from attn_monitor.reports.terminal import say
+
+if TYPE_CHECKING or find_spec("pytorch_lightning") is not None:
+    import pytorch_lightning as pl
+    from pytorch_lightning.loggers import TensorBoardLogger
+else:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import TensorBoardLogger
 
 VOCABULARY = 128  # ASCII
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 2, 128, 4, 64, 16
@@ -125,7 +131,7 @@ def run_demo(logdir: Path, *, steps: int, seed: int, healthy: bool) -> int:
     how = "with the scale 1/sqrt(d_k) and QK-norm" if healthy else "without the scale 1/sqrt(d_k), and fast"
     say(f"training {LAYERS} layers of {HEADS} heads for {steps} steps, {how}")
     monitor = _train(logger, steps, seed, healthy)
-    say("\n".join(_outcome(monitor.events)))
+    say("\n".join(_outcome(monitor.events, healthy=healthy)))
     say(
         "\nnext:\n"
         f"  tensorboard --logdir {logdir}    # the tab Attention has every head at every step\n"
@@ -199,9 +205,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _outcome(events: list[SaturationEvent]) -> list[str]:
+def _outcome(events: list[SaturationEvent], *, healthy: bool) -> list[str]:
     if not events:
-        return ["\nno head was flagged"]
+        return ["\nno head was flagged" + ("" if healthy else "; the first are within 50 steps (--steps)")]
     first: dict[tuple[str, int], SaturationEvent] = {}
     for event in events:
         first.setdefault((event.layer, event.head), event)

@@ -107,11 +107,11 @@ class AttentionMonitorCallback(Monitoring, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Leave the model alone again and make the record."""
-        if self._pooling(TRAIN):
+        if self._step_is_due:
             loop = self._loop(control)
             with self._meeting("on_step_end"):
                 self._end_batch(TRAIN, loop)
-            if self._pooling(TRAIN):
+            if self._step_is_due:
                 self._finish_step(loop, model)
 
     @guarded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,19 +139,35 @@ def _rows(record: FlightRecord) -> list[list[str]]:
     """Return step, loss, learning rates, gradient norm, largest ratio and its head of the last observations."""
     ratios = dict(zip((one.step for one in record.tabled), record.tables.get(RATIO, ()), strict=False))
     counts = dict(zip((one.step for one in record.tabled), record.tables.get(NONFINITE, ()), strict=False))
+    losses = _losses(record)
     rows = []
     for one in record.observations[-_SHOWN:]:
         rates = [shown(rate) for rates in one.learning_rates for rate in rates]
         rows.append(
             [
                 f"step {one.step}",
-                _number(one.loss),
+                losses[one.step],
                 " ".join(dict.fromkeys(rates)) or _NONE,
                 _number(one.grad_norm),
                 *_largest(record, ratios.get(one.step), counts.get(one.step)),
             ]
         )
     return rows
+
+
+def _losses(record: FlightRecord) -> dict[int, str]:
+    """Return the loss of each observation; what a loop logs later is of the only observation that it can be of."""
+    steps = [one.step for one in record.observations]
+    found = {}
+    for one, end in zip(record.observations, [*steps, math.inf][1:], strict=True):
+        later = [(step, loss) for step, loss in record.losses if one.step <= step < end]
+        if one.loss is not None or not later:
+            found[one.step] = _number(one.loss)
+        elif later[0][0] == one.step:
+            found[one.step] = _number(later[0][1])
+        else:
+            found[one.step] = f"{_number(later[0][1])} (step {later[0][0]})" if len(later) == 1 else _NONE
+    return found
 
 
 def _number(value: float | None) -> str:

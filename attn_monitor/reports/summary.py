@@ -74,11 +74,12 @@ def _events(run: RunData) -> list[str]:
     if run.threshold is None:  # written without events, which does not mean that there were none
         return [f"  no events are stored{'' if largest is None else f'; {largest}'}"]
     limit = "" if largest is None else f"{largest} (limit {run.threshold:g})"
+    above = _above(run)
     if any(stage and run.name.endswith((f" ({stage})", f", {stage})")) for stage in STAGES.values()):
         start = "  no events, as only training opens them"
-    else:
-        start = "  no event: no head was flagged"
-    return [f"{start}{limit and f', {limit}'}", *_above(run)]
+    else:  # a head that a resumed training had flagged before is above the limit without an event of this run
+        start = "  no event in this run: no head was newly flagged" if above else "  no event: no head was flagged"
+    return [f"{start}{limit and f', {limit}'}", *above]
 
 
 def _above(run: RunData) -> list[str]:
@@ -281,9 +282,12 @@ def _all_heads_norm(run: RunData) -> Series | None:
 
 
 def _last_until(points: Series, step: int) -> str:
-    """Return the last value up to a step; none that came later, whatever was known by then."""
+    """Return the last value up to a step, and its step if it is an earlier one; none that came later."""
     known = int(np.searchsorted(points.steps, step, side="right"))
-    return f"{points.values[known - 1]:.3g}" if known else "-"
+    if not known:
+        return "-"
+    of = int(points.steps[known - 1])
+    return f"{points.values[known - 1]:.3g}{'' if of == step else f' (step {of})'}"
 
 
 def shown(value: float) -> str:

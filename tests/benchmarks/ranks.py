@@ -121,6 +121,6 @@ def section(sizes: Sizes, rounds: int, *, quick: bool) -> str:
                 turn on a core. The number of collectives is the same for any number of layers and heads."""
             ),
             table((*header, "MiB a rank sends"), rows),
-            "Reproduce with `.venv/bin/python -m tests.benchmarks --only ranks`.\n",
+            "Reproduce with `.venv/bin/python -m tests.benchmarks --only ranks`. Other work on the cores shows.\n",
         ]
     )

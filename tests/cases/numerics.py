@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from attn_monitor import AttentionMonitor, SaturationEvent, SaturationRule
+from attn_monitor.events import AttentionWarning
 from tests.cases.support import (
     Trained,
     fit,
     serve,
 )
+from tests.models import quiet
 
 RULE = SaturationRule()
 
@@ -40,6 +43,15 @@ def events_of(core: nn.Module, qkv: Tensor) -> list[SaturationEvent]:
     monitor = AttentionMonitor()
     fit(Trained(Shown(core)), monitor, serve(qkv[None]))
     return monitor.events
+
+
+def audit_of(net: nn.Module, data: Tensor) -> list[str]:
+    """Train one step on the data as the only batch and return what the audit of the scales warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AttentionWarning)
+        quiet(callbacks=[AttentionMonitor()]).fit(Trained(net, lr=0.0), serve(data, len(data)))
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, AttentionWarning)]
+    return [text[text.index("scale audit") :] for text in texts if "scale audit" in text]
 
 
 def spy_on(patch: pytest.MonkeyPatch, modeling: Any) -> list[dict[str, Any]]:

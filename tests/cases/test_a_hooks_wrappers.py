@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch ha
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from attn_monitor import AttentionMonitor, AttentionProbe
+from attn_monitor.catalog import ALL
 from tests.cases.hooked import PlusOne
-from tests.cases.support import SelfAttention, Trained, collect, fit, hooks, normal, only, serve, value
+from tests.cases.support import SelfAttention, Trained, collect, fit, hooks, normal, only, serve
 from tests.models import LIGHTNING_ADVICE
-from tests.reference import assert_matches, attention_reference
+from tests.reference import assert_matches, attention_reference, gradient_reference
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -58,11 +58,38 @@ def test_a09_a_full_graph_is_observed_where_a_hook_would_break_it() -> None:
         torch.compile(hooked, backend="eager", fullgraph=True)(normal(3))  # the trap
 
     net: Any = torch.compile(SelfAttention(12, 2), backend="eager", fullgraph=True)
-    monitor = AttentionMonitor(every_n_steps=2)
-    _, said = fit(Trained(net), monitor, serve(normal(5, 6, 12)))
+    twin: Any = copy.deepcopy(net._orig_mod)
+    monitor = AttentionMonitor(every_n_steps=2, statistics=sorted(ALL))
+    _, said = fit(Trained(net, lr=LR), monitor, serve(normal(5, 6, 12)))
     assert said == []
     assert [(step, list(record)) for step, record in monitor.history] == [(step, ["net"]) for step in (0, 1, 3)]
-    assert all(math.isfinite(std) for _, record in monitor.history for std in value(record["net"], "logit_std"))
+    batches = normal(5, 6, 12).split(1)
+    untrained = attention_reference(*twin.heads_of(batches[3])[:2])
+    wanted = list(by_hand(twin, batches))
+    assert not torch.allclose(wanted[3]["logit_std"], untrained["logit_std"], rtol=1e-3)
+    for step, record in monitor.history:
+        assert_matches(record["net"], wanted[step], relative=1e-4)
+
+
+LR = 1.0
+
+
+def by_hand(net: SelfAttention, batches: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Train with steps of plain arithmetic, unwatched, and yield what the reference says of each."""
+    for x in batches:
+        q, k, v = net.split(x)
+        out = F.scaled_dot_product_attention(q, k, v)
+        out.retain_grad()
+        net.zero_grad()
+        net.out(out.transpose(1, 2).flatten(2)).square().mean().backward()
+        assert out.grad is not None
+        norms = gradient_reference(q.detach(), k.detach(), v.detach(), out.grad)
+        names = ("grad_logits_norm", "grad_probs_norm", "gradient_gain")
+        yield {**attention_reference(q.detach(), k.detach()), **{name: norms[name] for name in names}}
+        with torch.no_grad():
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(LR * parameter.grad)
 
 
 class Static(nn.Module):

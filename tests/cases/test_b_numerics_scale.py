@@ -16,7 +16,7 @@ from transformers.models.t5 import modeling_t5
 from attn_monitor import SaturationRule
 from attn_monitor.audit import scale_findings
 from attn_monitor.functional import attention_statistics
-from tests.cases.numerics import events_of, saturated, spy_on
+from tests.cases.numerics import Shown, audit_of, events_of, saturated, spy_on
 from tests.cases.support import (
     Core,
     SelfAttention,
@@ -70,17 +70,17 @@ KEYS = 256
 
 
 @pytest.mark.parametrize(
-    ("scale", "ratio", "flat", "cause"),
+    ("scale", "ratio", "flat", "named"),
     [
-        (1 / 8, 1.0, (0.89, 0.93), None),
-        (1.0, 8.0, (0.10, 0.16), "likely cause: the scale 1/sqrt(d_k) is missing"),
-        (1 / 64, 0.125, (0.998, 1.0), None),
-        (8.0, 64.0, (0.0, 0.02), "likely cause: sqrt(d_k) stands in place of 1/sqrt(d_k)"),
+        (1 / 8, 1.0, (0.89, 0.93), ""),
+        (1.0, 8.0, (0.10, 0.16), "the scale 1/sqrt(d_k) is missing"),
+        (1 / 64, 0.125, (0.998, 1.0), "1/d_k stands in place of 1/sqrt(d_k), or the scale is applied twice"),
+        (8.0, 64.0, (0.0, 0.02), "sqrt(d_k) stands in place of 1/sqrt(d_k)"),
     ],
     ids=["right", "missing", "twice", "inverted"],
 )
 def test_b04_a_wrong_scale_shows_and_is_named(
-    scale: float, ratio: float, flat: tuple[float, float], cause: str | None
+    scale: float, ratio: float, flat: tuple[float, float], named: str
 ) -> None:
     qkv = normal(3, 2, KEYS, 64)
     stats = attention_statistics(*qkv[:, None], scale=scale)
@@ -93,7 +93,9 @@ def test_b04_a_wrong_scale_shows_and_is_named(
         )
     assert value(seen, "logit_std").tolist() == pytest.approx([8 * scale] * 2, rel=0.02)
     found = events_of(Core(scale), qkv)
-    assert [event.cause for event in found] == ([] if cause is None else [cause] * 2)
+    assert [event.cause for event in found] == ([f"likely cause: {named}"] * 2 if ratio > 1 else [])
+    told = f"scale audit: scale * sqrt(d_k=64) is {ratio:.3g}, {named}, in net.core"
+    assert audit_of(Shown(Core(scale)), qkv[None]) == ([told] if named else [])
 
 
 def test_b05_dividing_by_the_root_of_the_model_width_shows_in_the_scale() -> None:
@@ -107,6 +109,9 @@ def test_b05_dividing_by_the_root_of_the_model_width_shows_in_the_scale() -> Non
     assert value(stats, "scale_ratio").tolist() == pytest.approx([0.354] * 8, abs=0.02)
     assert value(stats, "scale_ratio").max() < 0.8  # below the safe range
     assert not any(saturated(stats))
+    told = "1/sqrt(d_model) stands in place of 1/sqrt(d_k) of 8 heads"
+    assert audit_of(model, normal(2, 40, 512)) == [f"scale audit: scale * sqrt(d_k=64) is 0.354, {told}, in net.core"]
+    assert audit_of(SelfAttention(512, 8, Core(64**-0.5)), normal(2, 40, 512)) == []
 
 
 def test_b06_a_scale_that_is_split_over_query_and_key_is_the_right_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from attn_monitor import AttentionMonitor
+from attn_monitor.catalog import ALL
 from tests.cases.lit import Block, data
-from tests.cases.support import Thermostat, Trained, close, fit, hooks, serve, value
+from tests.cases.support import Thermostat, Trained, close, fit, hooks, normal, serve, value
 from tests.models import LIGHTNING_ADVICE, quiet
+from tests.reference import assert_matches, attention_reference
 
 pytestmark = LIGHTNING_ADVICE
 LAYER = "net.attn"
@@ -34,11 +37,38 @@ def test_c03_the_monitor_is_a_callback_of_both_packages() -> None:
 
 
 ONE_PACKAGE = """
-import sys
+import json, logging, sys, warnings
 sys.modules[{blocked!r}] = None
 import {package} as pl
+import torch
 from attn_monitor import AttentionMonitor
-print(isinstance(AttentionMonitor(), pl.Callback))
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.attn = torch.nn.MultiheadAttention(12, 2, batch_first=True)
+    def training_step(self, x):
+        return self.attn(x, x, x)[0].square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+warnings.simplefilter("ignore")
+logging.getLogger({package!r}).setLevel(logging.ERROR)
+x = torch.randn(6, 5, 12, generator=torch.Generator().manual_seed(7))
+monitor = AttentionMonitor(every_n_steps=1)
+trainer = pl.Trainer(
+    accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[monitor],
+)
+trainer.fit(model := Model(), torch.utils.data.DataLoader(x, batch_size=2))
+print(json.dumps(dict(
+    callback=isinstance(monitor, pl.Callback),
+    loaded=sorted(name for name in sys.modules if name.startswith({blocked!r} + ".")),
+    steps=[step for step, _ in monitor.history],
+    values=[record["attn"].logit_std.tolist() for _, record in monitor.history],
+    logged=float(trainer.callback_metrics["attn_logit_std/attn"]),
+)))
 """
 
 
@@ -49,7 +79,17 @@ print(isinstance(AttentionMonitor(), pl.Callback))
 def test_c03_one_package_is_enough(blocked: str, package: str) -> None:
     script = ONE_PACKAGE.format(blocked=blocked, package=package)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["True"]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["callback"]
+    assert found["loaded"] == []
+    assert found["steps"] == [0, 1, 2]
+    assert found["logged"] == pytest.approx(sum(found["values"][-1]) / 2)
+    torch.manual_seed(3)
+    weight = nn.MultiheadAttention(12, 2, batch_first=True).in_proj_weight.detach()  # the biases are 0 at first
+    x = torch.randn(6, 5, 12, generator=torch.Generator().manual_seed(7))[:2]
+    q, k, _ = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (x @ weight.T).chunk(3, -1))
+    assert found["values"][0] == pytest.approx(attention_reference(q, k)["logit_std"].tolist(), rel=1e-5)
+    assert found["values"][2] != pytest.approx(found["values"][0], rel=1e-3)  # it has trained
 
 
 def test_c09_sanity_checks_and_validation_stay_out_of_training() -> None:
@@ -226,6 +266,11 @@ def test_c13_a_search_by_a_callback_of_the_fit_leaves_no_trace(tmp_path: Path, w
     assert hooks(model) == 0
 
 
+def seeded() -> Block:
+    torch.manual_seed(9)
+    return Block()
+
+
 class Late(Trained):
     """Builds and compiles its network in `configure_model`."""
 
@@ -235,7 +280,7 @@ class Late(Trained):
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = torch.compile(Block(), backend="eager")
+            self.net = torch.compile(seeded(), backend="eager")
 
 
 class Silent(Trained):
@@ -250,18 +295,26 @@ def test_c15_compiled_modules_are_observed_under_their_plain_names(where: str) -
     torch._dynamo.reset()
     model: Any
     if where == "outside":
-        model = torch.compile(Silent(Block()), backend="eager")
+        model = torch.compile(Silent(seeded()), backend="eager")
     elif where == "inside":
-        compiled: Any = torch.compile(Block(), backend="eager")
+        compiled: Any = torch.compile(seeded(), backend="eager")
         model = Trained(compiled)
     else:
         model = Late()
-    monitor = AttentionMonitor()
+    monitor, plain = (AttentionMonitor(statistics=sorted(ALL)) for _ in range(2))
     trainer, said = fit(model, monitor, data(3))
     assert said == []
     assert [(step, list(record)) for step, record in monitor.history] == [(step, [LAYER]) for step in range(3)]
-    assert f"attn_logit_std/{LAYER}" in trainer.callback_metrics
     torch._dynamo.reset()
+
+    fit(Trained(seeded()), plain, data(3))
+    for (_, record), (_, wanted) in zip(monitor.history, plain.history, strict=True):
+        close(record[LAYER], wanted[LAYER])
+    first, last = (monitor.history[step][1][LAYER] for step in (0, -1))
+    q, k, _ = seeded().attn.heads_of(normal(3, 5, 12)[:1])
+    assert_matches(first, attention_reference(q, k))
+    logged = float(trainer.callback_metrics[f"attn_logit_std/{LAYER}"])
+    assert logged == pytest.approx(float(value(last, "logit_std").mean()), rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

@@ -91,7 +91,7 @@ def test_d02_weights_that_are_nan_do_not_end_the_run_at_the_worst_moment(tmp_pat
         ("net.layers.1", "nonfinite", "critical")
     ] * 3
     (message,) = said
-    assert "has 25 allowed logits that are nan or inf" in message
+    assert "has 25 unmasked logits that are nan or inf" in message
 
 
 def test_d02_a_model_of_nan_alone_has_no_histogram_and_still_a_picture(tmp_path: Path) -> None:

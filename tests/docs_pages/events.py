@@ -71,6 +71,11 @@ CAUSES = [
         diagnosis.SINGLE,
         "weights that are nan would spare none",
     ),
+    (
+        "the same, and the largest finite logit before the scale, `logit_max / scale`, is beyond half of 65504",
+        diagnosis.SCALE_FIRST,
+        "as for float16",
+    ),
     ("logits are nan or inf, and nothing tells why", diagnosis.UNKNOWN, "none"),
 ]
 """What happened, what helps in the words of the events, and who found that."""

@@ -23,8 +23,8 @@ after. Wherever it makes sense, the training is compared with one that nobody wa
 state of the random numbers are the same to the bit.
 
 Any function of ours that an observed step runs may raise. The guards themselves are the exception, a dozen functions of
-some 770: what they catch, they can't catch of themselves. Two rows are samples: of these functions every eighteenth is
-made to raise, and Ctrl-C comes at 60 of some 17,000 lines.
+some hundreds: what they catch, they can't catch of themselves. Two rows are samples: about 40 of these functions,
+evenly over all that a step runs, are made to raise, and Ctrl-C comes at 60 of its lines.
 
 Faults, table and figures are written by `python -m tests.reliability`.
 """

@@ -21,7 +21,6 @@ for _home in ("flash_attn", "flash_attn.flash_attn_interface", FLASH_ATTENTION_3
     register_kernel(f"{_home}:flash_attn_with_kvcache")(flash.read_cached)
 for _home in ("xformers.ops", "xformers.ops.fmha"):
     register_kernel(f"{_home}:memory_efficient_attention")(xformers.read)
-register_kernel("torch.nn.attention.flex_attention:flex_attention")(flex.prepare)
 register_operator("flex_attention")(flex.read)
 register_operator("torch_attn::_varlen_attn")(varlen.read)
 for _name in operators.FUSED:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attn_monitor.capture.eager import hold_eager_now
 from attn_monitor.capture.kernels.registry import KernelCall
 from attn_monitor.records import AttentionCall
 from attn_monitor.tiles import undisturbed
@@ -49,11 +48,6 @@ def read(
         )
 
     return KernelCall(make)
-
-
-def prepare(**_: Any) -> None:
-    """Have the operator run eagerly, as all that is watched: `flex_attention` compiles it when it is called."""
-    hold_eager_now()
 
 
 class _Indexing(TorchFunctionMode):
