@@ -30,10 +30,11 @@ PLUGIN = """
 from importlib.metadata import entry_points
 [entry] = [found for found in entry_points(group="tensorboard_plugins") if found.name == "attn_monitor"]
 import attn_monitor, sys
+from attn_monitor.tensorboard_plugin.page import page_file
 from pathlib import Path
 print(Path(attn_monitor.__file__).parent)
 print(entry.load().__name__)
-print((Path(attn_monitor.__file__).parent / "tensorboard_plugin" / "static" / "index.js").stat().st_size > 1000)
+print(len(page_file("index.js")) > 50_000)
 """
 IMPORT = """
 import time

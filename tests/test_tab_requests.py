@@ -15,7 +15,7 @@ from tensorboard.plugins import base_plugin
 
 from attn_monitor import tags
 from attn_monitor.tensorboard_plugin.loader import NAME, Loader
-from attn_monitor.tensorboard_plugin.plugin import FILES, STATIC
+from attn_monitor.tensorboard_plugin.page import FILES, SCRIPT, STATIC, page_file
 from tests import browser
 from tests.board import PLUGIN, LocalBoard
 from tests.event_data import make_run
@@ -84,7 +84,7 @@ def test_a_fault_of_ours_is_an_answer_and_not_an_exception(served: LocalBoard, m
 def test_the_files_of_the_page_are_served(served: LocalBoard) -> None:
     for name in FILES:
         answer = served.ask(f"{PLUGIN}/{name}")
-        assert (answer.status, answer.body) == (200, (STATIC / name).read_text(encoding="utf-8"))
+        assert (answer.status, answer.body) == (200, page_file(name))
     listing = served.ask("/data/plugins_listing").body["attn_monitor"]
     assert listing["tab_name"] == "Attention"
     assert listing["enabled"]
@@ -92,7 +92,7 @@ def test_the_files_of_the_page_are_served(served: LocalBoard) -> None:
 
 
 def test_the_page_asks_nothing_of_the_network_and_parses_no_html() -> None:
-    script = (STATIC / "index.js").read_text(encoding="utf-8")
+    script = page_file("index.js")
     for word in ("http://", "https://", "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert word not in script
     assert "url(" not in (STATIC / "index.css").read_text(encoding="utf-8")
@@ -135,7 +135,8 @@ def test_the_wheel_holds_the_files_of_the_page(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    assert {f"attn_monitor/tensorboard_plugin/static/{path.name}" for path in STATIC.iterdir()} <= names
+    files = [f"{folder.name}/{path.name}" for folder in (STATIC, SCRIPT) for path in folder.iterdir()]
+    assert {f"attn_monitor/tensorboard_plugin/{name}" for name in files} <= names
     assert "[tensorboard_plugins]\nattn_monitor = attn_monitor.tensorboard_plugin.loader:Loader" in entries
 
 
@@ -153,10 +154,11 @@ def test_the_entry_point_imports_nothing_heavy() -> None:
 
 
 def test_a_file_that_was_not_installed_is_an_answer(served: LocalBoard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_monitor.tensorboard_plugin.plugin.STATIC", Path("nowhere"))
-    answer = served.get("index.css")
-    assert answer.status == 500
-    assert "not installed completely" in answer.body["error"]
+    for folder, name in (("STATIC", "index.css"), ("SCRIPT", "index.js")):
+        monkeypatch.setattr(f"attn_monitor.tensorboard_plugin.page.{folder}", Path("nowhere"))
+        answer = served.get(name)
+        assert answer.status == 500
+        assert "not installed completely" in answer.body["error"]
 
 
 def test_without_a_browser_its_tests_skip_and_say_so_or_fail_where_it_is_required(

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from attn_monitor import __version__
 from attn_monitor.flight_records import write_whole
 from attn_monitor.reports.terminal import printable
 from attn_monitor.reports.thinning import thin
+from attn_monitor.tensorboard_plugin.page import page_file
 from attn_monitor.views import RunData, events, frames, run_meta, scalar
 
 _FORMAT_VERSION = 1
 _GENERATOR = '<meta name="generator" content="attn_monitor '
 """What tells a report from a file that is not ours."""
-_STATIC = files("attn_monitor") / "tensorboard_plugin" / "static"
 _STYLES = ("uPlot.min.css", "index.css")
 _LIBRARY, _MODULE = "uPlot.iife.min.js", "index.js"
 _START = """
@@ -142,7 +141,7 @@ def render_report(
         version=html.escape(__version__),
         policy=_policy(scripts),
         title=html.escape(f"Attention of {names}"),
-        style="\n".join([*map(_static, _STYLES), _OWN_STYLE]),
+        style="\n".join([*map(page_file, _STYLES), _OWN_STYLE]),
         flights="".join(_flight(text, text == flights[-1]) for text in flights),
         notes="".join(f"<p>{html.escape(printable(note))}.</p>\n" for note in notes),
         summary=html.escape(summary),
@@ -178,13 +177,9 @@ def _embedded(data: object) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _static(name: str) -> str:
-    return (_STATIC / name).read_text(encoding="utf-8").replace("\r\n", "\n")
-
-
 def _scripts() -> list[tuple[str, str]]:
     """Return the attributes and the text of the scripts; `</script` must not end them early."""
-    scripts = [("", _static(_LIBRARY)), (' type="module"', _static(_MODULE) + _START)]
+    scripts = [("", page_file(_LIBRARY)), (' type="module"', page_file(_MODULE) + _START)]
     return [(attributes, text.replace("</script", "<\\/script")) for attributes, text in scripts]
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 from tensorboard import plugin_util
 from tensorboard.backend import http_util
@@ -16,16 +15,9 @@ from werkzeug.wrappers import Request, Response
 from attn_monitor import views
 from attn_monitor.phrases import error_line
 from attn_monitor.tags import PLUGIN as NAME
+from attn_monitor.tensorboard_plugin.page import FILES, page_file
 from attn_monitor.tensorboard_plugin.store import Store
 
-STATIC = Path(__file__).parent / "static"
-FILES = {
-    "index.js": "text/javascript",
-    "index.css": "text/css",
-    "uPlot.iife.min.js": "text/javascript",
-    "uPlot.min.css": "text/css",
-}
-"""What the browser loads, by name; the report inlines the same files."""
 _LARGEST_COUNT = 1000
 _log = logging.getLogger(__name__)
 
@@ -113,7 +105,7 @@ def _application(respond: Callable[[Request], Response]) -> _App:
 
 def _file(name: str, request: Request) -> Response:
     try:
-        content = (STATIC / name).read_text(encoding="utf-8")
+        content = page_file(name)
     except OSError as error:
         return _json(request, {"error": f"attn_monitor is not installed completely: {error}"}, 500)
     return _respond(request, content, FILES[name])

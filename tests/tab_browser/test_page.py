@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attn_monitor import views
-from attn_monitor.tensorboard_plugin.plugin import STATIC
+from attn_monitor.tensorboard_plugin.page import page_file
 from tests.board import Server, start_in_process
 from tests.browser import Browser
 from tests.event_data import HOSTILE, StoredRun, make_event, make_run
@@ -207,14 +207,13 @@ def inline_page(folder: Path, runs: list[views.RunData]) -> str:
             for run in runs
         ],
     }
-    style = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "index.css"))
-    script = (STATIC / "index.js").read_text(encoding="utf-8")
+    style = "".join(page_file(name) for name in ("uPlot.min.css", "index.css"))
     path = folder / "report.html"
     path.write_text(
         f"<!doctype html><meta charset=utf-8><style>{style}</style><body>"
-        f"<script>{(STATIC / 'uPlot.iife.min.js').read_text(encoding='utf-8')}</script>"
+        f"<script>{page_file('uPlot.iife.min.js')}</script>"
         f'<script type="application/json" id="data">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>'
-        f'<script type="module">{script}\n'
+        f'<script type="module">{page_file("index.js")}\n'
         'mount(document.body, inlineSource(JSON.parse(document.getElementById("data").textContent)));</script>',
         encoding="utf-8",
     )
