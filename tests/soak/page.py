@@ -39,8 +39,7 @@ def section(soak: Soak) -> str:
         f"{soak.minutes:.0f} minutes; the files of the run then had {soak.size:.0f} MiB. Every {HEATED} steps a layer "
         "is made to saturate and to recover, so that events open and close. `history` fills up to its size and the "
         "list of events grows by the events; nothing else may grow. The time of a step is that of the clock on the "
-        "wall: other work on the machine shows in it, and this machine had some. Written by `python -m tests.soak`; a "
-        "run of 500 steps is a test."
+        "wall: other work on the machine shows in it. Written by `python -m tests.soak`; a run of 500 steps is a test."
     )
     header = ["", *(f"step {sample.step}" for sample in picked)]
     curves = "![Memory, time of a step and counts over the steps](images/soak.svg)"
